@@ -1,0 +1,1 @@
+../../../sarathi_jax/__init__.py

@@ -1,0 +1,295 @@
+"""What all policies share: the queues, the slots, pages given and taken back, and how a plan is committed.
+
+A policy of your own needs no registry and no change here: a frozen dataclass on top of `SchedulerConfig` whose `build`
+returns your subclass of `Scheduler` with its `plan`, and an instance of it passed as `LLM(..., scheduler=Mine(...))`.
+`sarathi.py` is the example to copy.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import heapq
+import math
+import numbers
+from collections import deque
+from dataclasses import dataclass, field
+
+from sarathi_jax.config import check_positive
+from sarathi_jax.pages import PagePool
+from sarathi_jax.request import Chunk, Sequence, Status, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(abc.ABC):
+    """Settings of every policy; a policy subclasses it, adds its own and says in `build` which scheduler runs them.
+
+    `max_num_seqs`: most sequences that run at once. `watermark`: share of the pages that stays free when a sequence is
+    admitted, so that those already running can grow.
+    """
+
+    max_num_seqs: int = 16
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_positive("max_num_seqs", self.max_num_seqs)
+        value = self.watermark
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= value < 1.0:
+            raise ValueError(f"watermark={value!r} must be a number with 0 <= watermark < 1 (a share of the pages)")
+
+    @abc.abstractmethod
+    def build(
+        self,
+        pool: PagePool,
+        *,
+        max_model_len: int,
+        tile: int,
+        lookahead: int = 0,
+        num_stages: int = 1,
+        default_token_budget: int = 512,
+    ) -> Scheduler:
+        """The scheduler. `tile`: tokens of a matmul tile; `lookahead`, `num_stages`: see `Scheduler`;
+        `default_token_budget`: the platform's, for a policy whose token budget was left None."""
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A plan in the making; `now` is the time it is made for."""
+
+    now: float
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    _planned: set[int] = field(default_factory=set)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return id(seq) in self._planned
+
+    def append(self, chunk: Chunk) -> None:
+        assert chunk.num_tokens >= 1, f"an empty chunk of {chunk.sequence}"
+        assert chunk.sequence not in self, f"two chunks of {chunk.sequence} in one plan"
+        self.chunks.append(chunk)
+        self._planned.add(id(chunk.sequence))
+        self.num_tokens += chunk.num_tokens
+
+    def finish(self) -> StepPlan:
+        return StepPlan(chunks=tuple(self.chunks), preempted=tuple(self.preempted), admitted=tuple(self.admitted))
+
+
+def arrival_order(seq: Sequence) -> tuple[int, float, int]:
+    """The one order there is: of both queues, of preemption (last first), of everything that says *older*."""
+    return (seq.request.priority, seq.request.arrival_time_s, seq.seq_id)
+
+
+class Scheduler(abc.ABC):
+    """Plans one iteration after another over the sequences that were added.
+
+    A plan is a commitment: when `plan` returns, its pages are held and its sequences' `num_computed` and `num_pending`
+    have moved on. Its batch must be laid out before anything else is called here, as later calls may take the pages
+    away; running it later is fine (steps run in order on the device). When the token of a chunk that samples is read,
+    the engine does `seq.output_token_ids.append(token); seq.num_pending -= 1`, and calls `finish` if that was the end
+    (by length: when no token is pending and `at_limit`; before that `at_limit` counts tokens that are not read).
+
+    `lookahead`: tokens sampled and not read yet that a running sequence may have and still be planned. 0: each step is
+    read before the next is planned (or its sequences sit out, as in a pipeline). 1: step n + 1 is planned before the
+    tokens of step n are read. Sequences whose last token is sampled sit out until it is read.
+
+    `num_stages`: iterations in flight at once, those of a pipeline; a policy spreads its decodes over that many plans.
+
+    Preemption is by recompute: pages and slot are given back, outputs are kept, and the sequence waits at the place its
+    arrival gives it, ahead of all later ones. It comes back when no token of it is unread, and runs prompt and outputs
+    through the model again, in chunks like any prompt.
+    """
+
+    max_step_tokens: int
+    """Most tokens that one plan can hold: what the largest shape must fit."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: PagePool, *, max_model_len: int, lookahead: int = 0, num_stages: int = 1
+    ):
+        check_positive("max_model_len", max_model_len)
+        check_positive("num_stages", num_stages)
+        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 0:
+            raise ValueError(f"lookahead={lookahead!r} must be an integer >= 0")
+        self.config: SchedulerConfig = config
+        self.pool = pool
+        self.max_model_len = max_model_len
+        self.lookahead = lookahead
+        self.num_stages = num_stages
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: lowest slot first
+        # rounded before ceil: 0.07 * 100 is a little more than 7
+        self._num_reserved = math.ceil(round(config.watermark * pool.num_pages, 6))
+
+    @abc.abstractmethod
+    def plan(self, now: float) -> StepPlan:
+        """The next iteration, committed; empty when there is nothing to run at `now` (s)."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence by its arrival. ValueError, with the numbers and the knob, for one that can never run.
+
+        `max_total_tokens` is set by the caller; the last token is never run, so all but one need a place in the pool.
+        """
+        asked = f"prompt of {seq.prompt_len} tokens, max_tokens={seq.params.max_tokens}"
+        if seq.prompt_len < 1:
+            raise ValueError(f"request {seq.request.request_id!r} has an empty prompt; at least 1 token is needed")
+        if not math.isfinite(seq.request.arrival_time_s):
+            raise ValueError(f"arrival_time_s={seq.request.arrival_time_s!r} must be finite")
+        if seq.prompt_len + 1 > self.max_model_len:
+            raise ValueError(
+                f"request {seq.request.request_id!r} is too long for the model: {asked}, "
+                f"max_model_len={self.max_model_len}; the prompt may have at most max_model_len - 1 tokens"
+            )
+        num_tokens = max(seq.prompt_len + 1, seq.max_total_tokens)
+        num_pages = self.pool.num_pages_for(num_tokens - 1)
+        if num_pages > self.pool.num_pages:
+            raise ValueError(
+                f"request {seq.request.request_id!r} is too long for the KV cache: {asked}, "
+                f"max_model_len={self.max_model_len}; up to {num_tokens} tokens need {num_pages} pages of "
+                f"{self.pool.page_size} and the pool has {self.pool.num_pages}; "
+                f"raise num_pages of the cache, or lower max_tokens or max_model_len"
+            )
+        assert seq.prompt_len < seq.max_total_tokens <= self.max_model_len, f"{seq.max_total_tokens=} of {seq}"
+        assert seq.status is Status.WAITING, f"added twice: {seq}"
+        self._enqueue(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """The one way out, at any moment and as often as you like: gives back pages and slot, leaves the queues."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self._release_pages(seq)
+        self._release_slot(seq)
+        seq.status = Status.FINISHED
+
+    def check_integrity(self) -> None:
+        """AssertionError with a sentence unless pool, queues and slots agree."""
+        self.pool.check_integrity(self.running)
+        for queue in (self.running, self.waiting):
+            keys = [arrival_order(seq) for seq in queue]
+            assert keys == sorted(keys), f"a queue is out of its arrival order: {list(queue)}"
+        assert all(seq.status is Status.RUNNING for seq in self.running), f"not all running: {self.running}"
+        for seq in self.waiting:
+            assert seq.status is Status.WAITING, f"in the queue: {seq}"
+            assert (seq.page_ids, seq.slot) == ([], None), f"waits and holds pages or slot {seq.slot}: {seq}"
+        slots = [seq.slot for seq in self.running] + self._free_slots
+        all_slots = list(range(self.config.max_num_seqs))
+        assert sorted(slots, key=str) == sorted(all_slots, key=str), f"slots are lost or doubled: {slots}"
+        for seq in self.running:
+            num_pages = 0 if seq.at_limit else self.pool.num_pages_for(seq.num_computed)
+            assert len(seq.page_ids) >= num_pages, f"{seq} must hold {num_pages} pages"
+            assert 0 <= seq.num_computed <= seq.num_tokens <= seq.max_total_tokens, f"counts of {seq}"
+
+    # What policies are written with.
+
+    def _ready(self) -> list[Sequence]:
+        """Running sequences that can be planned now, oldest first. One whose last token is sampled gives its pages back
+        here: nothing will read them."""
+        ready = []
+        for seq in self.running:
+            if seq.at_limit:
+                self._release_pages(seq)
+            elif seq.num_pending <= self.lookahead:
+                ready.append(seq)
+        return ready
+
+    def _num_tokens_that_fit(self, seq: Sequence) -> int:
+        """How many more tokens of `seq` have a place in its own pages and the available ones."""
+        return (len(seq.page_ids) + self.pool.num_available) * self.pool.page_size - seq.num_computed
+
+    def _ensure_pages(self, seq: Sequence, end: int) -> bool:
+        """Have `seq` hold pages for positions [0, end); False, with nothing taken, if the pool cannot give them."""
+        num_missing = self.pool.num_pages_for(end) - len(seq.page_ids)
+        if num_missing > self.pool.num_available:
+            return False
+        if num_missing > 0:
+            seq.page_ids += self.pool.allocate(num_missing)
+        return True
+
+    def _make_room(self, draft: Draft, seq: Sequence, end: int) -> bool:
+        """Pages for positions [0, end), by preempting the latest arrivals that are not in the draft.
+
+        `seq` itself goes if it is the last: False. Never one that is older.
+        """
+        while not self._ensure_pages(seq, end):
+            victim = next(s for s in reversed(self.running) if s is seq or (s.page_ids and s not in draft))
+            self._preempt(draft, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, draft: Draft, victim: Sequence) -> None:
+        """Back to the queue, outputs kept, everything to be computed again. Unread tokens stay pending."""
+        assert victim not in draft, f"preempting {victim}, which is in the plan already"
+        self.running.remove(victim)
+        self._release_pages(victim)
+        self._release_slot(victim)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        victim.status = Status.WAITING
+        self._enqueue(victim)
+        draft.preempted.append(victim)
+
+    def _can_admit(self, seq: Sequence, num_tokens: int) -> bool:
+        """Is there a slot, and room for a first chunk of `num_tokens` that leaves the watermark free?
+
+        The watermark is waived while nothing is held. A preempted sequence comes back only when all its tokens fit and
+        all of them are known to the host, so that it does not lose its pages again half-way.
+        """
+        if not self._free_slots or seq.num_pending:
+            return False
+        num_pages = self.pool.num_pages_for(seq.num_tokens if seq.num_preemptions else num_tokens)
+        return num_pages + (self._num_reserved if self.pool.num_held else 0) <= self.pool.num_available
+
+    def _admit(self, draft: Draft, seq: Sequence) -> None:
+        """From the queue to a slot; no pages yet."""
+        self.waiting.remove(seq)
+        seq.status = Status.RUNNING
+        seq.slot = heapq.heappop(self._free_slots)
+        bisect.insort(self.running, seq, key=arrival_order)
+        draft.admitted.append(seq)
+
+    def _chunk(self, draft: Draft, seq: Sequence, num_tokens: int) -> Chunk:
+        """Commit the next `num_tokens` of `seq`, whose pages are held, to the draft."""
+        start = seq.num_computed
+        seq.num_computed += num_tokens
+        assert seq.num_computed <= len(seq.page_ids) * self.pool.page_size, f"no pages for a chunk of {seq}"
+        assert seq.num_uncomputed >= 0, f"a chunk beyond the tokens of {seq}"
+        samples = seq.num_uncomputed == 0
+        if samples:
+            seq.num_pending += 1
+        if seq.first_scheduled_s is None:
+            seq.first_scheduled_s = draft.now
+        chunk = Chunk(seq, start, num_tokens, samples)
+        draft.append(chunk)
+        return chunk
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if not self.waiting or arrival_order(self.waiting[-1]) <= arrival_order(seq):
+            self.waiting.append(seq)
+        else:
+            self.waiting.insert(bisect.bisect(self.waiting, arrival_order(seq), key=arrival_order), seq)
+
+    def _release_pages(self, seq: Sequence) -> None:
+        self.pool.free(seq.page_ids)
+        seq.page_ids = []
+
+    def _release_slot(self, seq: Sequence) -> None:
+        if seq.slot is not None:
+            heapq.heappush(self._free_slots, seq.slot)
+            seq.slot = None

@@ -1,0 +1,391 @@
+"""Text to token ids and back, on the `tokenizers` library: from GGUF metadata or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+DecoderKind = Literal["byte_level", "byte_fallback", "other"]
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = tuple(r"[^\r\n\p{L}\p{N}]?" + word for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*"))
+_TEKKEN = "|".join((*_WORDS, r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*", _TAIL))
+_GPT4O = "|".join((*(f"{w}{_ENGLISH}?" for w in _WORDS), r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*", _TAIL))
+
+_PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "exaone4", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "tekken": (_TEKKEN,),
+}
+"""GGUF's `tokenizer.ggml.pre`, under llama.cpp's names, to the expressions that split text, one after another."""
+
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
+"""Kinds that take a word found in the vocabulary before any merge, and add BOS unless the file says not to."""
+
+_MESSAGE = "{'role': 'user', 'content': 'Hi'}"
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with what a server must know: BOS, the ids that end a generation, the chat template.
+
+    `vocab_size` bounds the ids the tokenizer knows; a model's own vocabulary may be padded beyond it. The first of
+    `eos_token_ids` is the tokenizer's own. `add_bos` None does as the backend's post-processor does.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.backend = backend
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.chat_template = chat_template
+        if add_bos and bos_token_id is None:
+            raise ValueError("add_bos=True needs a BOS token and there is none; set bos_token or add_bos=False")
+        before, after = _post_processing(backend)
+        if add_bos is False:
+            before = [i for i in before if i != bos_token_id]
+        elif add_bos and bos_token_id not in before:
+            before = [bos_token_id, *before]
+        self._before, self._after = before, after
+        self.add_bos = bos_token_id is not None and bos_token_id in before
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer(vocab_size={self.vocab_size}, bos_token_id={self.bos_token_id}, "
+            f"eos_token_ids={self.eos_token_ids}, add_bos={self.add_bos})"
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, behind BOS where the tokenizer adds one. Special tokens are found by their text."""
+        _check_text("text", text)
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, as the tokenizers library has it. Ids without a token (padded rows) are ''."""
+        known = [i for i in ids if 0 <= i < self.vocab_size]
+        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id that has none, whatever its size."""
+        return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt that the model's chat template makes of `messages`; `kwargs` are variables of the template."""
+        if self.chat_template is None:
+            raise ValueError("this tokenizer has no chat template; set chat_template, or give a prompt, not messages")
+        names = {
+            "bos_token": "" if self.bos_token_id is None else self.token(self.bos_token_id),
+            "eos_token": self.token(self.eos_token_ids[0]) if self.eos_token_ids else "",
+        }
+        _check_messages(messages)
+        variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt} | names | kwargs
+        try:
+            return _compile(self.chat_template).render(messages=messages, **variables)
+        except Exception as error:  # a template is somebody's program and may fail in any way
+            raise ValueError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        """Ids of the rendered template, with one BOS where the tokenizer adds one, whether or not the template does."""
+        text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        ids = self.encode(text, add_special_tokens=False)
+        bos = self.bos_token_id
+        return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    @cached_property
+    def decoder_kind(self) -> DecoderKind:
+        """How the backend makes text of tokens: `byte_level` tokens are bytes, `byte_fallback` has tokens of a byte."""
+        decoder = self.backend.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        kinds = [d["type"] for d in state.get("decoders", [state] if state else [])]
+        if kinds == ["ByteLevel"]:
+            return "byte_level"
+        return "byte_fallback" if "ByteFallback" in kinds else "other"
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer a GGUF file describes; `metadata` maps its keys to plain values.
+
+        Kinds `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE). Raises ValueError for others, for an unknown
+        pre-tokenizer, and for missing or contradictory keys.
+        """
+        kind = _required(metadata, "tokenizer.ggml.model")
+        tokens = list(_required(metadata, "tokenizer.ggml.tokens"))
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        if kind == "gpt2":
+            backend = _byte_level_backend(tokens, _required(metadata, "tokenizer.ggml.merges"), pre)
+        elif kind == "llama":
+            backend = _sentencepiece_backend(tokens, metadata)
+        else:
+            raise ValueError(f"tokenizer.ggml.model={kind!r} is not supported; known: gpt2, llama")
+        types = list(metadata.get("tokenizer.ggml.token_type", ()))
+        if types and len(types) != len(tokens):
+            raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        for special in (True, False):
+            wanted = (_CONTROL, _UNKNOWN) if special else (_USER_DEFINED,)
+            found = [t for t, kind_ in zip(tokens, types, strict=False) if kind_ in wanted]
+            new = [AddedToken(t, normalized=False, special=special) for t in found]
+            _ = backend.add_special_tokens(new) if special else backend.add_tokens(new)
+
+        by_default = {"bos": 1, "eos": 2} if kind == "llama" else {}
+        bos = _token_id(metadata, "bos", tokens, by_default.get("bos"))
+        eos = [_token_id(metadata, name, tokens, by_default.get(name)) for name in ("eos", "eot", "eom")]
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS)
+        return cls(
+            backend,
+            bos_token_id=bos,
+            eos_token_ids=[i for i in eos if i is not None],
+            add_bos=bool(add_bos),
+            chat_template=metadata.get("tokenizer.chat_template"),
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a folder in Hugging Face layout: tokenizer.json, and the configuration beside it."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist; a model folder needs tokenizer.json (of a fast tokenizer)")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{file} is not a tokenizer: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        model = _read_json(folder / "config.json")
+        eos = [_named_id(backend, config, "eos_token", folder)]
+        for source in (_read_json(folder / "generation_config.json"), model):
+            ids = source.get("eos_token_id")
+            eos += ids if isinstance(ids, list) else [ids]
+        bos = _named_id(backend, config, "bos_token", folder)
+        return cls(
+            backend,
+            bos_token_id=model.get("bos_token_id") if bos is None and "bos_token" not in config else bos,
+            eos_token_ids=[i for i in eos if i is not None],
+            add_bos=config.get("add_bos_token"),
+            chat_template=_folder_chat_template(folder, config),
+        )
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name}={text!r} must be a string")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name} has half a surrogate pair, {text[error.start]!a} at character {error.start}; "
+                "it is no Unicode text: replace or remove it"
+            ) from None
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"messages={messages!r} must be a list of one or more messages like {_MESSAGE}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{i}]={message!r} must be a mapping with a string 'role', like {_MESSAGE}")
+        content = message.get("content")
+        parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
+        if not (content is None or isinstance(content, str) or parts):
+            raise ValueError(f"messages[{i}] has content={content!r}; it must be a string, None, or a list of parts")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks an assistant's words for training: here they are only words."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    """A chat template under the rules and with the helpers that transformers gives it. It is untrusted: sandboxed."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(template)
+
+
+def _post_processing(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that the backend's post-processor puts before and after a text."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    ids = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(ids) - len(plain) + 1):
+        if plain and ids[start : start + len(plain)] == plain:
+            return ids[:start], ids[start + len(plain) :]
+    return ids[: len(ids) - len(plain)], []
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> Any:
+    if metadata.get(key) is None:
+        raise ValueError(f"the GGUF metadata has no {key!r}; it is needed to build the tokenizer")
+    return metadata[key]
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, tokens: list[str], default: int | None) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key, default)
+    if value is None or (key not in metadata and value >= len(tokens)):
+        return None
+    if not 0 <= value < len(tokens):
+        raise ValueError(f"{key}={value} is outside the vocabulary of {len(tokens)} tokens")
+    return int(value)
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    for left, right in merges:  # the library panics at such a merge
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise ValueError(f"GGUF tokenizer: merge of {left!r} and {right!r} needs both, and their union, as tokens")
+    return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+
+
+def _assemble(backend: tokenizers.Tokenizer, parts: dict[str, Any]) -> tokenizers.Tokenizer:
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def _split_merges(merges: Iterable[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise ValueError(f"tokenizer.ggml.merges entry {merge!r} must be two tokens and one space between them")
+        pairs.append((left, right))
+    return pairs
+
+
+def _byte_level_backend(tokens: list[str], merges: Iterable[str], pre: str) -> tokenizers.Tokenizer:
+    if pre not in _PRE_TOKENIZERS:
+        raise ValueError(f"tokenizer.ggml.pre={pre!r} is not supported; known: {', '.join(sorted(_PRE_TOKENIZERS))}")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = _bpe(vocab, _split_merges(merges), ignore_merges=pre in _WHOLE_WORDS)
+    splits: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in _PRE_TOKENIZERS[pre]]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    parts = {"pre_tokenizer": pre_tokenizers.Sequence(splits), "decoder": decoders.ByteLevel()}
+    return _assemble(backend, parts | ({"normalizer": normalizers.NFC()} if pre.startswith("qwen") else {}))
+
+
+def _sentencepiece_backend(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if metadata.get("tokenizer.ggml.merges") is not None:
+        merges = _split_merges(metadata["tokenizer.ggml.merges"])
+    else:
+        merges = _merges_from_scores(vocab, list(_required(metadata, "tokenizer.ggml.scores")))
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = _bpe(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    to_pieces: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
+    to_pieces.append(normalizers.Replace(" ", "▁"))
+    to_text: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        to_text.append(decoders.Strip(content=" ", left=1))
+    return _assemble(backend, {"normalizer": normalizers.Sequence(to_pieces), "decoder": decoders.Sequence(to_text)})
+
+
+def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Merges that a SentencePiece vocabulary implies: every cut of a piece in two pieces, the best score first.
+
+    Ties go to the longer halves, as in transformers' conversion of SentencePiece models.
+    """
+    if len(scores) < len(vocab):
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocab)} tokens")
+    merges = []
+    for piece, index in vocab.items():
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece)) if piece[:i] in vocab and piece[i:] in vocab]
+        cuts.sort(key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
+        merges += [(scores[index], *cut) for cut in cuts]
+    merges.sort(key=lambda m: (m[0], len(m[1]), len(m[2])), reverse=True)
+    return [(left, right) for _, left, right in merges]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`, {} where there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _named_id(backend: tokenizers.Tokenizer, config: dict[str, Any], key: str, folder: Path) -> int | None:
+    token = config.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"{key}={token!r} in {folder / 'tokenizer_config.json'} is not a token of tokenizer.json")
+    return token_id
+
+
+def _folder_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the configuration's template; of several named ones, `default`."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t["name"]: t["template"] for t in template}
+        if "default" not in named and len(named) != 1:
+            raise ValueError(f"chat templates {sorted(named)} in {folder}: one of several must be named 'default'")
+        return named.get("default") or next(iter(named.values()))
+    return template

@@ -1,0 +1,207 @@
+"""Batches for the attention tests, built to catch what a wrong kernel would get away with on tidy data.
+
+Every sequence has keys of its own; page tables are permuted and not contiguous; whatever no sequence may read is NaN:
+pages nobody holds, slots past the end of a last page, padding queries. Page table entries past a sequence's end name
+NaN pages, rows past `num_seqs` hold random lengths and pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sarathi_jax.attention import ragged_paged_attention
+
+F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
+TOLERANCE = {F32: 1e-5, BF16: 1e-2}  # relative Frobenius error, per sequence
+DEAD_PAGES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """All that a compiled program depends on, but for dtype and options."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    page_size: int = 16
+    tokens: int = 320
+    seqs: int = 12
+    pages_per_seq: int = 48
+
+    @property
+    def max_len(self) -> int:
+        return self.page_size * self.pages_per_seq
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arguments of one call, as NumPy arrays."""
+
+    q: np.ndarray  # [T, H, D]
+    k_pages: np.ndarray  # [P, K, B, D]
+    v_pages: np.ndarray  # [P, K, B, D]
+    kv_lens: np.ndarray  # i32[S]
+    page_table: np.ndarray  # i32[S, N]
+    cu_q_lens: np.ndarray  # i32[S + 1]
+    num_seqs: int
+    num_decodes: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def replace(self, **changes) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    def rows(self, s: int) -> slice:
+        return slice(int(self.cu_q_lens[s]), int(self.cu_q_lens[s + 1]))
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arguments in the call's order."""
+        pools = tuple(jnp.asarray(x) for x in (self.q, self.k_pages, self.v_pages))
+        tables = (self.kv_lens, self.page_table, self.cu_q_lens, self.num_seqs, self.num_decodes)
+        return pools + tuple(jnp.asarray(x, jnp.int32) for x in tables)
+
+    def astype(self, dtype) -> Case:
+        return self.replace(**{name: getattr(self, name).astype(dtype) for name in ("q", "k_pages", "v_pages")})
+
+    def healed(self) -> Case:
+        """Random numbers where the NaNs were: a kernel that reads there is not given away by a NaN."""
+        rng = np.random.default_rng(1)
+
+        def heal(x):
+            return np.where(np.isnan(x), rng.normal(size=x.shape).astype(x.dtype), x)
+
+        return self.replace(q=heal(self.q), k_pages=heal(self.k_pages), v_pages=heal(self.v_pages))
+
+    def solo(self, s: int) -> Case:
+        """Sequence s alone, in the same shape."""
+        q = np.full_like(self.q, np.nan)
+        mine = self.q[self.rows(s)]
+        q[: len(mine)] = mine
+        kv_lens, page_table, cu_q_lens = (
+            self.kv_lens.copy(),
+            self.page_table.copy(),
+            np.full_like(self.cu_q_lens, len(mine)),
+        )
+        kv_lens[0], page_table[0], cu_q_lens[0] = self.kv_lens[s], self.page_table[s], 0
+        return self.replace(
+            q=q, kv_lens=kv_lens, page_table=page_table, cu_q_lens=cu_q_lens, num_seqs=1,
+            num_decodes=int(s < self.num_decodes),
+        )  # fmt: skip
+
+
+def make_case(
+    lens: Sequence[tuple[int, int]],
+    *,
+    geometry: Geometry = Geometry(),
+    seed: int = 0,
+    num_decodes: int | None = None,
+    shared: Mapping[int, tuple[int, int]] | None = None,
+    dtype=F32,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Case:
+    """A case of sequences (q_len, kv_len).
+
+    Args:
+      num_decodes: by default the leading sequences of q_len 1.
+      shared: sequence -> (an earlier sequence, how many of its first pages it has in common with it).
+    """
+    g, rng = geometry, np.random.default_rng(seed)
+    q_lens = [q_len for q_len, _ in lens]
+    assert len(lens) <= g.seqs, (len(lens), g)
+    assert sum(q_lens) <= g.tokens, (sum(q_lens), g)
+    assert all(1 <= q_len <= kv_len <= g.max_len for q_len, kv_len in lens), (lens, g)
+
+    num_pages = g.seqs * g.pages_per_seq + DEAD_PAGES
+    order = rng.permutation(num_pages)
+    dead, free = order[:DEAD_PAGES], iter(order[DEAD_PAGES:])
+    k_pages, v_pages = (np.full((num_pages, g.kv_heads, g.page_size, g.head_size), np.nan, np.float32) for _ in "kv")
+    page_table = rng.integers(0, num_pages, (g.seqs, g.pages_per_seq))
+    kv_lens = rng.integers(1, g.max_len + 1, g.seqs)
+    for s, (_, kv_len) in enumerate(lens):
+        parent, common = (shared or {}).get(s, (0, 0))
+        used = -(-kv_len // g.page_size)
+        assert common * g.page_size <= min(kv_len, kv_lens[parent]) or not common
+        own = [next(free) for _ in range(used - common)]
+        page_table[s] = [*page_table[parent, :common], *own, *rng.choice(dead, g.pages_per_seq - used)]
+        kv_lens[s] = kv_len
+        position = np.arange(common * g.page_size, kv_len)
+        for pool in (k_pages, v_pages):
+            new = rng.normal(size=(len(position), g.kv_heads, g.head_size))
+            pool[page_table[s, position // g.page_size], :, position % g.page_size] = new
+
+    cu_q_lens = np.full(g.seqs + 1, sum(q_lens))
+    cu_q_lens[: len(lens) + 1] = np.cumsum([0, *q_lens])
+    q = np.full((g.tokens, g.heads, g.head_size), np.nan, np.float32)
+    q[: sum(q_lens)] = 3 * rng.normal(size=(sum(q_lens), g.heads, g.head_size))
+    if num_decodes is None:
+        num_decodes = next((i for i, q_len in enumerate(q_lens) if q_len > 1), len(lens))
+    return Case(
+        q=q, k_pages=k_pages, v_pages=v_pages, kv_lens=kv_lens, page_table=page_table, cu_q_lens=cu_q_lens,
+        num_seqs=len(lens), num_decodes=num_decodes, scale=g.head_size**-0.5, window=window, soft_cap=soft_cap,
+    ).astype(dtype)  # fmt: skip
+
+
+@functools.cache
+def compiled(backend: str, scale: float, window: int | None, soft_cap: float | None):
+    """The call with its options bound, jitted (the reference is a host loop and is not)."""
+    fn = functools.partial(ragged_paged_attention, scale=scale, window=window, soft_cap=soft_cap, backend=backend)
+    return fn if backend == "reference" else jax.jit(fn)
+
+
+def run(case: Case, backend: str) -> np.ndarray:
+    return np.asarray(compiled(backend, case.scale, case.window, case.soft_cap)(*case.arrays()))
+
+
+def expected(case: Case) -> np.ndarray:
+    """The reference on the same values in float32."""
+    return run(case.astype(np.float32), "reference")
+
+
+def worst_error(case: Case, got: np.ndarray, want: np.ndarray) -> float:
+    """The largest relative Frobenius error of any sequence; infinite where anything is not finite."""
+    errors = []
+    for s in range(case.num_seqs):
+        a, b = (x[case.rows(s)].astype(np.float64) for x in (got, want))
+        errors.append(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return max(e if math.isfinite(e) else math.inf for e in map(float, errors))
+
+
+def check(case: Case, got: np.ndarray, want: np.ndarray | None = None) -> None:
+    """What every test of a backend's numbers comes down to."""
+    assert got.shape == case.q.shape
+    assert got.dtype == case.q.dtype
+    error = worst_error(case, got, expected(case) if want is None else want)
+    assert error < TOLERANCE[case.q.dtype], error
+
+
+def numpy_attention(case: Case) -> np.ndarray:
+    """Attention by its definition, a loop over queries and heads in float64: what the reference is held to."""
+    q, k_pages, v_pages = (x.astype(np.float64) for x in (case.q, case.k_pages, case.v_pages))
+    (_, heads, _), (_, kv_heads, page_size, _) = q.shape, k_pages.shape
+    out = np.zeros(q.shape)
+    for s in range(case.num_seqs):
+        first, kv_len = case.rows(s).start, int(case.kv_lens[s])
+        q_len = case.rows(s).stop - first
+        for i in range(q_len):
+            position = kv_len - q_len + i
+            oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            slots = [(case.page_table[s, p // page_size], p % page_size) for p in range(oldest, position + 1)]
+            for h in range(heads):
+                kv_head = h // (heads // kv_heads)
+                keys = np.array([k_pages[page, kv_head, offset] for page, offset in slots])
+                values = np.array([v_pages[page, kv_head, offset] for page, offset in slots])
+                scores = case.scale * keys @ q[first + i, h]
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                weights = np.exp(scores - scores.max())
+                out[first + i, h] = weights @ values / weights.sum()
+    return out

@@ -1,0 +1,119 @@
+"""Model and cache configuration: refused where it makes no sense, and the parameter count is the model's."""
+
+import dataclasses
+
+import pytest
+
+from sarathi_jax.config import CacheConfig, ModelConfig, RopeScaling, check_positive
+
+SMOLLM2 = {
+    "architecture": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_layers": 30,
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "max_position": 8192,
+    "tie_embeddings": True,
+}
+
+
+def model(**changes):
+    return ModelConfig(**{**SMOLLM2, **changes})
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, float("nan")])
+def test_check_positive(value):
+    with pytest.raises(ValueError, match=r"x=.* must be an integer >= 1; turn y"):
+        check_positive("x", value, knob="turn y")
+    check_positive("x", 1)
+
+
+def count(c):
+    """Every weight on its own, from its shape."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    d, f = c.hidden_size, c.intermediate_size
+    layer = [d * q, d * kv, d * kv, q * d, d * f, d * f, f * d, d, d]
+    layer += [q, kv, kv] if c.qkv_bias else []
+    layer += [d] if c.o_bias else []
+    layer += [f, f, d] if c.mlp_bias else []
+    layer += [c.head_dim, c.head_dim] if c.qk_norm else []
+    return c.num_layers * sum(layer) + d + c.vocab_size * d + (0 if c.tie_embeddings else c.vocab_size * d)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[{}, {"tie_embeddings": False}, {"head_dim": 32}],
+        *[{name: True} for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")],
+    ],
+)
+def test_num_params_is_the_sum_of_all_weights(changes):
+    assert model(**changes).num_params == count(model(**changes))
+
+
+def test_num_params_of_smollm2_135m():
+    assert model().num_params == 134_515_008
+    assert model().num_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(name, 0) for name, value in SMOLLM2.items() if type(value) is int]
+    + [("num_layers", True), ("hidden_size", 576.0), ("num_kv_heads", 2), ("head_dim", 63), ("sliding_window", 0)]
+    + [(name, value) for name in ("rms_norm_eps", "rope_theta") for value in (0, -1.0, float("nan"), float("inf"))]
+    + [(name, value) for name in ("attention_soft_cap", "logit_soft_cap") for value in (0.0, -1.0, float("nan"))],
+)
+def test_a_bad_model_is_refused_by_field(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        model(**{field: value})
+
+
+def test_unknown_keys_raise():
+    with pytest.raises(TypeError, match="num_experts"):
+        model(num_experts=8)
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model().num_layers = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CacheConfig().page_size = 1
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, -1.0, float("nan"), float("inf")])
+def test_rope_factor(factor):
+    with pytest.raises(ValueError, match="factor="):
+        RopeScaling(kind="linear", factor=factor)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "dynamic"])
+def test_rope_kinds_that_need_the_trained_context(kind):
+    with pytest.raises(ValueError, match=f"{kind}.*original_max_position"):
+        RopeScaling(kind=kind, factor=2.0)
+    assert RopeScaling(kind=kind, factor=2.0, original_max_position=4096).factor == 2.0
+
+
+def test_unknown_rope_kind_lists_the_known():
+    with pytest.raises(ValueError, match=r"'su' is not supported; known: default, linear"):
+        RopeScaling(kind="su")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 0}, "page_size=0"),
+        ({"num_pages": 0}, "num_pages=0"),
+        ({"num_pages": True}, "num_pages=True"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.0"),
+        ({"memory_fraction": 1.0}, "memory_fraction=1.0"),
+        ({"memory_fraction": float("nan")}, "memory_fraction=nan"),
+        ({"num_pages": 8, "memory_fraction": 0.5}, "both set"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_a_bad_cache_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**changes)

@@ -1,0 +1,688 @@
+"""Scheduling by `Sarathi`: decodes never stall, pages and slots add up, nothing is generated twice or lost.
+
+`Engine` stands in for the real one: it plans, lays the chunks out in a pool of tagged positions, and reads the tokens
+when the steps in flight are `depth`. The token at position p is p, so outputs must count up from the prompt's length.
+"""
+
+import itertools
+import random
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from sarathi_jax.pages import PagePool
+from sarathi_jax.request import Request, SamplingParams, Sequence, Status
+from sarathi_jax.schedulers import Sarathi, SarathiScheduler, Scheduler, SchedulerConfig, arrival_order
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        budget=64,
+        max_num_seqs=8,
+        num_pages=1000,
+        page_size=16,
+        max_model_len=10_000,
+        tile=1,
+        lookahead=0,
+        depth=1,
+        watermark=0.01,
+        num_stages=1,
+        config=None,
+    ):
+        self.pool = PagePool(num_pages, page_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = config or Sarathi(token_budget=budget, max_num_seqs=max_num_seqs, watermark=watermark)
+            self.scheduler = config.build(
+                self.pool, max_model_len=max_model_len, tile=tile, lookahead=lookahead, num_stages=num_stages
+            )
+        self.depth = depth
+        self.in_flight = deque()
+        self.stops = {}
+        self.finished = []
+        self.num_steps = 0
+        self.ids = itertools.count()
+        self.kv = {}
+        self.preempted = []
+
+    def add(self, prompt_len, max_tokens=4, *, arrival=None, priority=0, stop_after=None):
+        seq_id = next(self.ids)
+        request = Request(
+            request_id=f"r{seq_id}",
+            prompt_token_ids=tuple(range(prompt_len)),
+            params=SamplingParams(max_tokens=max_tokens),
+            arrival_time_s=float(self.num_steps if arrival is None else arrival),
+            priority=priority,
+        )
+        room = self.pool.num_pages * self.pool.page_size + 1 if max_tokens is None else prompt_len + max_tokens
+        total = min(self.scheduler.max_model_len, room)
+        seq = Sequence(request=request, seq_id=seq_id, max_total_tokens=total)
+        self.stops[seq] = stop_after
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self):
+        """Plan and lay out one step; read the oldest one if `depth` are in flight, or if there was nothing to plan."""
+        scheduler = self.scheduler
+        unfinished = [s for s in scheduler.running if not s.at_limit]
+        ready = [s for s in unfinished if s.num_pending <= scheduler.lookahead]
+        decodes = [s for s in ready if s.is_decoding]
+        oldest = ready[0] if ready and ready[0] is unfinished[0] else None
+        before = {s: (s.num_computed, s.num_tokens) for s in [*scheduler.running, *scheduler.waiting]}
+        plan = scheduler.plan(float(self.num_steps))
+        self.num_steps += 1
+        self.check(plan, before)
+        if isinstance(scheduler, SarathiScheduler):
+            self.check_policy(plan, decodes, oldest, any(s.page_ids for s in unfinished))
+        for chunk in plan.chunks:
+            self.lay_out(chunk)
+        self.preempted += plan.preempted
+        if plan:
+            self.in_flight.append(plan)
+        if self.in_flight and (len(self.in_flight) >= self.depth or not plan):
+            self.read(self.in_flight.popleft())
+        return plan
+
+    def lay_out(self, chunk):
+        seq, size = chunk.sequence, self.pool.page_size
+        num_known = seq.prompt_len + len(seq.output_token_ids)
+        num_on_device = self.scheduler.lookahead if chunk.num_tokens == 1 and chunk.start > 0 else 0
+        assert chunk.end <= num_known + num_on_device, f"{chunk} holds tokens that nobody knows yet"
+        for position in range(chunk.start, chunk.end):
+            self.kv[seq.page_ids[position // size], position % size] = (seq.seq_id, position)
+        for position in range(chunk.end):
+            tag = self.kv.get((seq.page_ids[position // size], position % size))
+            assert tag == (seq.seq_id, position), f"position {position} of {seq} reads {tag}"
+
+    def read(self, plan):
+        for chunk in plan.chunks:
+            seq = chunk.sequence
+            if not chunk.samples or seq.is_finished:
+                continue
+            seq.output_token_ids.append(chunk.end)
+            seq.num_pending -= 1
+            if (seq.at_limit and not seq.num_pending) or len(seq.output_token_ids) == self.stops[seq]:
+                self.finished.append(seq)
+                self.scheduler.finish(seq)
+
+    def abort(self, seq):
+        self.scheduler.finish(seq)
+
+    def run(self, max_steps=2000):
+        plans = []
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                break
+            plans.append(self.step())
+        assert not self.scheduler.has_unfinished, f"not done after {max_steps} steps: {self.scheduler.running}"
+        while self.in_flight:
+            self.read(self.in_flight.popleft())
+        self.check_idle()
+        return plans
+
+    def check(self, plan, before):
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        chunks = plan.chunks
+        assert plan or self.in_flight or not scheduler.has_unfinished, "nothing planned, nothing in flight, work left"
+        assert all(c.num_tokens >= 1 for c in chunks), "an empty chunk"
+        assert len({c.sequence for c in chunks}) == len(chunks), "two chunks of one sequence"
+        for c in chunks:
+            num_computed, num_tokens = before[c.sequence]
+            assert c.start == num_computed, f"{c} computes tokens again or leaves some out"
+            assert c.samples == (c.end == num_tokens), f"{c} of {num_tokens} tokens"
+            assert c.sequence.num_tokens <= c.sequence.max_total_tokens
+            assert len(c.sequence.page_ids) == self.pool.num_pages_for(c.end), "pages for exactly these tokens"
+
+    def check_policy(self, plan, decodes, oldest, was_held):
+        scheduler, chunks = self.scheduler, plan.chunks
+        planned = {c.sequence for c in chunks}
+        if scheduler.num_stages == 1:
+            assert planned | set(plan.preempted) >= set(decodes), "a decode stalls"
+            assert plan.num_tokens <= max(scheduler.token_budget, len(decodes)), "more than the budget"
+            if oldest in decodes:
+                assert oldest in planned, "the oldest sequence stalls"
+        assert plan.num_tokens <= scheduler.max_step_tokens
+        for victim in plan.preempted:
+            assert victim not in planned, "preempted and planned at once"
+        if plan.admitted:
+            assert not plan.preempted, "admitted while pages are short"
+            last = max(arrival_order(s) for s in plan.admitted)
+            assert all(last < arrival_order(s) for s in scheduler.waiting), "the head was overtaken"
+            if was_held:
+                assert scheduler.pool.num_free >= scheduler._num_reserved, "the watermark was not kept"
+
+    def check_idle(self):
+        self.scheduler.check_integrity()
+        assert self.pool.num_free == self.pool.num_pages
+        assert not self.scheduler.waiting
+        assert not self.scheduler.running
+        for seq in self.finished:
+            want = seq.params.max_tokens or seq.max_total_tokens - seq.prompt_len
+            want = min(want, seq.max_total_tokens - seq.prompt_len, self.stops[seq] or want)
+            assert seq.output_token_ids == list(range(seq.prompt_len, seq.prompt_len + want)), f"outputs of {seq}"
+
+
+def sizes(plan):
+    return [(c.sequence.request.request_id, c.num_tokens) for c in plan.chunks]
+
+
+# Chunks
+
+
+@pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33, 48])
+@pytest.mark.parametrize("budget", [16, 24])
+def test_pages_are_taken_chunk_by_chunk_at_page_edges(prompt_len, budget):
+    engine = Engine(budget=budget, max_num_seqs=4, tile=8)
+    seq = engine.add(prompt_len, max_tokens=18)
+    pages = []
+    while not seq.is_finished:
+        plan = engine.step()
+        pages.append(-(-plan.chunks[0].end // 16))
+        assert seq.is_finished or len(seq.page_ids) == pages[-1]
+    num_chunks = -(-prompt_len // budget)
+    assert pages == [-(-min((i + 1) * budget, prompt_len) // 16) for i in range(num_chunks)] + [
+        -(-(prompt_len + i) // 16) for i in range(1, 18)
+    ]
+
+
+@pytest.mark.parametrize("prompt_len", [16, 32, 48])
+def test_a_lone_request_of_whole_pages_ends_in_the_expected_steps(prompt_len):
+    engine = Engine(budget=16, max_num_seqs=1, num_pages=4)
+    engine.add(prompt_len, max_tokens=4)
+    assert len(engine.run(max_steps=prompt_len // 16 + 4 + 2)) == prompt_len // 16 + 3
+
+
+def test_the_only_token_of_a_chunked_prompt_is_sampled_by_its_last_chunk():
+    engine = Engine(budget=16, max_num_seqs=1)
+    engine.add(50, max_tokens=1)
+    plans = engine.run()
+    assert [(c.num_tokens, c.samples) for p in plans for c in p.chunks] == [
+        (16, False),
+        (16, False),
+        (16, False),
+        (2, True),
+    ]
+
+
+def test_the_next_prompt_is_cut_to_fill_the_budget_after_a_small_last_chunk():
+    engine = Engine(budget=64)
+    engine.add(84, max_tokens=1)
+    engine.step()
+    engine.add(500)
+    assert sizes(engine.step()) == [("r0", 20), ("r1", 44)]
+
+
+def test_several_partial_prompts_with_an_abort_in_between():
+    engine = Engine(budget=16, max_num_seqs=4)
+    a, _b, _c = (engine.add(100) for _ in range(3))
+    for i in range(40):
+        if i == 3:
+            engine.abort(a)
+        engine.step()
+        assert sum(s.num_computed < s.prompt_len for s in engine.scheduler.running) <= 1
+    engine.run()
+    assert [s.request.request_id for s in engine.finished] == ["r1", "r2"]
+
+
+def test_slot_and_pages_of_a_finished_request_are_free_in_a_prefill_only_step():
+    engine = Engine(budget=16, max_num_seqs=2)
+    a = engine.add(8, max_tokens=1)
+    b = engine.add(64, max_tokens=2)
+    engine.step()
+    assert a.is_finished
+    assert a.slot is None
+    assert a.page_ids == []
+    assert sizes(engine.step()) == [("r1", 16)]
+    c = engine.add(8, max_tokens=2)
+    engine.step()
+    engine.step()
+    engine.step()
+    assert (b.slot, c.slot) == (1, 0)
+    engine.run()
+
+
+def test_a_prompt_ending_in_a_chunk_of_one_is_not_taken_for_a_decode():
+    engine = Engine(budget=4, max_num_seqs=4, tile=4)
+    for _ in range(4):
+        engine.add(1, max_tokens=9)
+    engine.step()
+    engine = Engine(budget=4, max_num_seqs=4, tile=4)
+    engine.add(5, max_tokens=2)
+    assert [sizes(p) for p in engine.run()] == [[("r0", 4)], [("r0", 1)], [("r0", 1)]]
+
+
+def test_the_chunk_size_is_one_method_to_override():
+    """A policy of one's own: a configuration and a scheduler, nothing registered, nothing changed."""
+
+    class Halves(SarathiScheduler):
+        def _chunk_size(self, draft, seq):
+            return -(-super()._chunk_size(draft, seq) // 2)
+
+    @dataclass(frozen=True, kw_only=True)
+    class HalvesConfig(SchedulerConfig):
+        def build(self, pool, *, max_model_len, tile, lookahead=0, num_stages=1, default_token_budget=512):
+            return Halves(self, pool, max_model_len=max_model_len, token_budget=32, lookahead=lookahead)
+
+    engine = Engine(config=HalvesConfig(max_num_seqs=2))
+    engine.add(20, max_tokens=1)
+    assert [p.num_tokens for p in engine.run()] == [10, 5, 3, 1, 1]
+
+
+# Decodes and prefills
+
+
+def test_a_long_prompt_never_stalls_decodes():
+    engine = Engine(budget=16, max_num_seqs=4)
+    decodes = [engine.add(4, max_tokens=60) for _ in range(2)]
+    engine.step()
+    engine.add(14 * 40, max_tokens=1)
+    for _ in range(40):
+        plan = engine.step()
+        assert sizes(plan) == [("r0", 1), ("r1", 1), ("r2", 14)]
+    assert all(len(s.output_token_ids) == 41 for s in decodes)
+    engine.run()
+
+
+def test_a_prompt_advances_by_a_tile_a_step_when_the_budget_exceeds_the_decodes_by_a_tile():
+    engine = Engine(budget=16, max_num_seqs=8, tile=8)
+    for _ in range(7):
+        engine.add(1, max_tokens=100)
+    engine.step()
+    long = engine.add(80, max_tokens=1)
+    for _ in range(9):
+        engine.step()
+    assert long.is_finished
+
+
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(4, 8), (1, 8)])
+def test_a_budget_below_the_decodes_warns_and_clamps(budget, max_num_seqs):
+    with pytest.warns(UserWarning, match=f"token_budget={budget} .*max_num_seqs={max_num_seqs}"):
+        config = Sarathi(token_budget=budget, max_num_seqs=max_num_seqs)
+    engine = Engine(config=config)
+    for _ in range(12):
+        engine.add(3, max_tokens=30)
+    plans = engine.run()
+    assert max(p.num_tokens for p in plans) <= max(budget, max_num_seqs)
+    # eight decodes do run at once: a new prompt may start whenever the budget is not used up
+    assert len(engine.finished) == 12
+
+
+def test_decodes_beyond_the_budget_all_run_and_prefills_get_nothing():
+    engine = Engine(budget=8, max_num_seqs=8)
+    for _ in range(8):
+        engine.add(1, max_tokens=20)
+    engine.step()
+    engine.scheduler.token_budget = 5
+    assert len(engine.step().chunks) == 8
+    engine.abort(engine.scheduler.running[0])
+    engine.add(10)
+    assert sizes(engine.step()) == [(f"r{i}", 1) for i in range(1, 8)]
+    assert engine.scheduler.num_waiting == 1
+
+
+@pytest.mark.parametrize("budget", [0, -8, True, 2.5, "64"])
+def test_a_bad_budget_is_refused(budget):
+    with pytest.raises(ValueError, match="token_budget"):
+        Sarathi(token_budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "nearest"), [(100, "96 or 112"), (8, "nearest: 16")])
+def test_a_budget_off_the_tile_is_refused_with_the_nearest(budget, nearest):
+    config = Sarathi(token_budget=budget, max_num_seqs=2)
+    with pytest.raises(ValueError, match=f"token_budget={budget} .*tile 16; .*{nearest}"):
+        config.build(PagePool(8, 16), max_model_len=64, tile=16)
+
+
+def test_the_default_budget_is_the_platforms():
+    scheduler = Sarathi(max_num_seqs=128).build(PagePool(8, 16), max_model_len=64, tile=16, default_token_budget=256)
+    assert scheduler.token_budget == 256
+    assert scheduler.max_step_tokens == 256
+    with pytest.warns(UserWarning, match=r"token_budget=128 .*max_num_seqs=128 \+ tile=16"):
+        Sarathi(max_num_seqs=128).build(PagePool(8, 16), max_model_len=64, tile=16, default_token_budget=128)
+
+
+def test_one_warning_is_enough():
+    with pytest.warns(UserWarning, match="max_num_seqs=8:") as record:
+        Sarathi(token_budget=4, max_num_seqs=8).build(PagePool(8, 16), max_model_len=64, tile=4)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_num_seqs", value) for value in (0, True, 2.0)],
+        *[("watermark", value) for value in (-0.1, 1.0, float("nan"), "0.1", True)],
+    ],
+)
+def test_a_bad_setting_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        Sarathi(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["lookahead", "num_stages", "max_model_len", "tile"])
+def test_build_refuses_nonsense(field):
+    args = {"max_model_len": 64, "tile": 16, field: -1}
+    with pytest.raises(ValueError, match=field):
+        Sarathi().build(PagePool(8, 16), **args)
+
+
+def test_a_pipeline_spreads_its_decodes():
+    engine = Engine(budget=16, max_num_seqs=8)
+    for _ in range(8):
+        engine.add(1, max_tokens=50)
+    engine.step()
+    scheduler = engine.scheduler
+    scheduler.num_stages = engine.depth = 3
+    plans = [engine.step() for _ in range(9)]
+    assert [len(p.chunks) for p in plans] == [3, 3, 2] * 3
+    engine.run()
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "fits"),
+    [(799, 2, True), (800, 1, True), (801, 1, False), (1000, 1, False), (796, 5, True), (796, 6, False)],
+)
+def test_what_the_pool_can_never_hold_is_refused_and_harms_nobody(prompt_len, max_tokens, fits):
+    engine = Engine(budget=64, num_pages=50, max_model_len=4096)
+    if fits:
+        engine.add(prompt_len, max_tokens)
+    else:
+        with pytest.raises(ValueError, match=r"51 pages|63 pages") as error:
+            engine.add(prompt_len, max_tokens)
+        for text in (f"prompt of {prompt_len}", f"max_tokens={max_tokens}", "the pool has 50", "num_pages"):
+            assert text in str(error.value)
+    engine.add(10)
+    engine.run(max_steps=50)
+    assert not engine.preempted
+
+
+def test_the_limit_message_has_the_three_numbers():
+    engine = Engine(max_model_len=64)
+    with pytest.raises(ValueError, match=r"prompt of 64 tokens, max_tokens=30, max_model_len=64"):
+        engine.add(64, max_tokens=30)
+    seq = engine.add(50, max_tokens=30)
+    engine.run()
+    assert len(seq.output_token_ids) == 14
+
+
+def test_an_empty_prompt_and_a_wild_arrival_time_are_refused():
+    engine = Engine()
+    with pytest.raises(ValueError, match="empty prompt"):
+        engine.add(0)
+    with pytest.raises(ValueError, match="arrival_time_s=nan"):
+        engine.add(4, arrival=float("nan"))
+    assert not engine.scheduler.has_unfinished
+
+
+def test_a_request_that_outgrows_the_pool_never_starts_and_one_that_fills_it_runs_alone():
+    engine = Engine(num_pages=4)
+    with pytest.raises(ValueError, match="10 pages of 16 and the pool has 4"):
+        engine.add(50, max_tokens=100)
+    full = engine.add(50, max_tokens=15)
+    unlimited = engine.add(50, max_tokens=None)
+    engine.run(max_steps=50)
+    assert len(full.output_token_ids) == len(unlimited.output_token_ids) == 15
+    assert not engine.preempted
+
+
+def test_only_as_many_are_preempted_as_are_needed_and_latest_first():
+    engine = Engine(budget=128, num_pages=6, watermark=0.0)
+    a, b, c = (engine.add(31, max_tokens=30) for _ in range(3))
+    engine.step()
+    assert engine.pool.num_free == 0
+    engine.step()
+    plan = engine.step()
+    assert plan.preempted == (c,)
+    assert [x.sequence for x in plan.chunks] == [a, b]
+    assert c.status is Status.WAITING
+    assert (c.num_computed, c.page_ids, c.slot, c.num_preemptions) == (0, [], None, 1)
+    assert c.output_token_ids == [31, 32], "outputs are kept"
+    engine.run()
+
+
+def test_a_preempted_request_resumes_before_later_arrivals():
+    engine = Engine(num_pages=8, max_num_seqs=4, watermark=0.0)
+    first = engine.add(40, max_tokens=60)
+    a = engine.add(40, max_tokens=60)
+    while not a.num_preemptions:
+        engine.step()
+        if engine.num_steps > 20 and len(engine.stops) < 8:
+            engine.add(4, max_tokens=4)
+    assert engine.scheduler.waiting[0] is a
+    order = []
+    while engine.scheduler.has_unfinished:
+        order += engine.step().admitted
+        if len(engine.stops) < 200:
+            engine.add(4, max_tokens=4)
+    assert order[0] is a
+    assert order == sorted(order, key=arrival_order)
+    assert a.num_preemptions <= 2
+    assert engine.finished[0] is first
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_recompute_after_preemption_neither_loses_nor_repeats_tokens(lookahead):
+    """Budget below prompt + outputs, so that what is computed again comes in chunks too."""
+    outputs = []
+    for num_pages in (6, 1000):
+        engine = Engine(budget=16, num_pages=num_pages, lookahead=lookahead, depth=1 + lookahead)
+        seqs = [engine.add(30, max_tokens=40) for _ in range(3)]
+        starts = {}
+        while engine.scheduler.has_unfinished:
+            engine.step()
+            for seq in seqs:
+                starts.setdefault(seq, seq.first_scheduled_s)
+                assert starts[seq] in (None, seq.first_scheduled_s), "a preemption moved the start"
+                starts[seq] = seq.first_scheduled_s
+        assert bool(engine.preempted) == (num_pages == 6)
+        engine.run()
+        outputs.append([s.output_token_ids for s in seqs])
+    assert outputs[0] == outputs[1]
+    assert [len(o) for o in outputs[0]] == [40] * 3
+
+
+def test_a_preempted_request_waits_until_its_tokens_are_read():
+    engine = Engine(budget=128, num_pages=6, watermark=0.0, lookahead=1, depth=9)
+    a, b = (engine.add(47, max_tokens=40) for _ in range(2))
+    engine.step()
+    engine.step()
+    engine.read(engine.in_flight.popleft())
+    assert engine.step().preempted == (b,)
+    assert b.num_pending == 1
+    engine.abort(a)
+    assert not engine.step(), "pages and slots are free, the last token of b is not known"
+    assert (b.num_pending, b.output_token_ids) == (0, [47, 48])
+    assert sizes(engine.step()) == [("r1", 49)]
+    engine.run()
+
+
+def test_a_prefill_takes_pages_from_a_later_prefill_but_never_from_a_decode():
+    engine = Engine(budget=32, num_pages=8, watermark=0.0, max_num_seqs=4)
+    decode = engine.add(16, max_tokens=60)
+    engine.step()
+    long = engine.add(100, max_tokens=2)
+    while engine.pool.num_free != 0:
+        engine.step()
+    while not decode.is_finished:
+        plan = engine.step()
+        assert plan.chunks[0].sequence is decode
+        assert decode not in plan.preempted
+    engine.run()
+    assert long.output_token_ids == [100, 101]
+
+
+def test_a_decode_in_flight_keeps_its_pages_from_an_older_prefill():
+    engine = Engine(budget=32, num_pages=8, watermark=0.0, max_num_seqs=4, depth=2)
+    decode = engine.add(33, max_tokens=12, arrival=5)
+    while not decode.output_token_ids:
+        engine.step()
+    long = engine.add(100, max_tokens=2, arrival=0)
+    engine.run()
+    assert decode.num_preemptions == long.num_preemptions == 0
+
+
+def test_pages_of_a_sequence_whose_last_token_is_sampled_are_not_waited_for():
+    engine = Engine(num_pages=4, watermark=0.0, lookahead=1, depth=2)
+    a = engine.add(31, max_tokens=2, arrival=0)
+    b = engine.add(31, max_tokens=20, arrival=1)
+    engine.run()
+    assert (a.num_preemptions, b.num_preemptions) == (0, 0)
+
+
+def test_the_watermark_stays_free_at_admission_but_not_for_a_lone_request():
+    engine = Engine(num_pages=10, watermark=0.5, budget=128)
+    engine.add(16 * 8, max_tokens=2)
+    engine.add(16, max_tokens=2)
+    assert sizes(engine.step()) == [("r0", 128)]
+    assert engine.scheduler.num_waiting == 1
+    engine.run()
+    engine = Engine(num_pages=100, watermark=0.07)
+    assert engine.scheduler._num_reserved == 7
+
+
+def test_the_head_of_the_queue_is_never_overtaken_and_never_starved():
+    engine = Engine(num_pages=20, watermark=0.0, budget=512, max_num_seqs=8)
+    engine.add(16 * 15, max_tokens=6)
+    engine.step()
+    head = engine.add(16 * 19, max_tokens=2)
+    small = [engine.add(4, max_tokens=2) for _ in range(3)]
+    while not head.first_scheduled_s:
+        plan = engine.step()
+        assert not set(small) & set(plan.admitted) or head in plan.admitted
+    assert head.first_scheduled_s == 6.0
+    engine.run()
+
+
+def test_priority_comes_before_arrival():
+    engine = Engine(max_num_seqs=1)
+    engine.add(4)
+    engine.step()
+    late, urgent = engine.add(4, arrival=1), engine.add(4, arrival=9, priority=-1)
+    assert list(engine.scheduler.waiting) == [urgent, late]
+    engine.run()
+
+
+# The way out
+
+
+def test_an_abort_before_the_first_schedule_is_quiet():
+    engine = Engine(max_num_seqs=1)
+    a, b = engine.add(40), engine.add(40)
+    engine.step()
+    engine.abort(b)
+    assert b.is_finished
+    assert b.page_ids == []
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 0)
+    engine.run()
+    assert engine.finished == [a]
+    engine.abort(a)
+    engine.abort(b)
+    engine.check_idle()
+
+
+def test_finish_of_one_that_was_never_added():
+    engine = Engine()
+    with pytest.raises(ValueError, match="too long"):
+        engine.add(20_000)
+    (seq,) = engine.stops
+    engine.abort(seq)
+    assert seq.is_finished
+    engine.check_idle()
+
+
+@pytest.mark.parametrize(("lookahead", "depth"), [(0, 1), (1, 2), (0, 2)])
+def test_an_abort_at_any_moment_leaves_the_others_alone(lookahead, depth):
+    """Five requests in a pool so small that some are preempted; one is aborted, twice, at each possible step."""
+    seen = set()
+    for victim in range(5):
+        for moment in range(0, 90, 2):
+            engine = Engine(budget=16, num_pages=8, max_num_seqs=4, lookahead=lookahead, depth=depth)
+            seqs = [engine.add(20 + 3 * i, max_tokens=12 + i) for i in range(5)]
+            for _ in range(moment):
+                if engine.scheduler.has_unfinished:
+                    engine.step()
+            seq = seqs[victim]
+            what = "preempted" if seq.num_preemptions and seq.slot is None else seq.status.value
+            seen.add((what, seq.num_pending > 0, 0 < seq.num_computed < seq.prompt_len))
+            engine.abort(seq)
+            engine.abort(seq)
+            engine.scheduler.check_integrity()
+            engine.run()
+            others = [s for s in seqs if s is not seq]
+            assert [len(s.output_token_ids) for s in others] == [s.params.max_tokens for s in others]
+    assert {("waiting", False, False), ("finished", False, False), ("preempted", False, False)} <= seen
+    assert {("running", depth > 1, False), ("running", False, True)} <= seen
+
+
+# Soak
+
+
+def soak(seed):
+    rng = random.Random(seed)
+    modes = [(0, 1, 1), (0, 1, 1), (1, 2, 1), (1, 2, 1), (1, 1, 1), (0, 2, 1), (0, 2, 2), (0, 3, 3)]
+    lookahead, depth, num_stages = rng.choice(modes)
+    page_size = rng.choice([1, 2, 4, 16])
+    num_pages = rng.randint(3, 14) * max(1, 8 // page_size)
+    tile = rng.choice([1, 2, 8])
+    engine = Engine(
+        budget=tile * rng.randint(1, 6),
+        tile=tile,
+        max_num_seqs=rng.randint(1, 6),
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=rng.choice([40, 200]),
+        lookahead=lookahead,
+        depth=depth,
+        num_stages=num_stages,
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+    )
+    num_refused = num_aborted = work = 0
+    alive = []
+    for _ in range(60):
+        for _ in range(rng.choice([0, 0, 1, 1, 3])):
+            prompt_len = rng.choice([1, rng.randint(1, 12), rng.randint(1, 60)])
+            max_tokens = rng.choice([1, rng.randint(1, 30), None])
+            stop_after = rng.choice([None, None, rng.randint(1, 10)])
+            arrival = engine.num_steps - rng.choice([0, 0, 5])
+            try:
+                seq = engine.add(
+                    prompt_len, max_tokens, arrival=arrival, priority=rng.choice([0] * 5 + [1]), stop_after=stop_after
+                )
+            except ValueError:
+                num_refused += 1
+            else:
+                alive.append(seq)
+                work += seq.max_total_tokens
+        if alive and rng.random() < 0.15:
+            engine.abort(alive.pop(rng.randrange(len(alive))))
+            num_aborted += 1
+            engine.scheduler.check_integrity()
+        engine.step()
+    engine.run(max_steps=40 * work + 100)
+    finished = set(engine.finished)
+    assert all(s.is_finished for s in alive)
+    assert num_aborted + len(finished) >= len(alive)
+    assert all(s in finished for s in alive), "ended by neither an abort nor its last token"
+    return len(engine.preempted), num_refused, num_aborted, max((s.num_preemptions for s in alive), default=0)
+
+
+def test_soak():
+    preempted, refused, aborted, most = zip(*(soak(seed) for seed in range(40)), strict=True)
+    assert min(sum(preempted), sum(refused), sum(aborted)) > 100, "the soak does not reach what it is for"
+    assert max(most) < 10, f"a sequence was preempted {max(most)} times"
+
+
+def test_scheduler_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        Scheduler(Sarathi(), PagePool(4, 4), max_model_len=8)
+    with pytest.raises(TypeError, match="abstract"):
+        SchedulerConfig()
