@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import jax
 from jaxtyping import Array, Float, Int32
 
+from sarathi_jax.arrays import AnyArray, AnyScalar
 from sarathi_jax.attention import reference, xla
 
 Backend = Literal["xla", "reference"]
@@ -34,11 +35,11 @@ def ragged_paged_attention(
     q: Float[Array, "T H D"],
     k_pages: Float[Array, "P K B D"],
     v_pages: Float[Array, "P K B D"],
-    kv_lens: Int32[Array, " S"],
-    page_table: Int32[Array, "S N"],
-    cu_q_lens: Int32[Array, " S+1"],
-    num_seqs: Int32[Array, ""],
-    num_decodes: Int32[Array, ""],
+    kv_lens: Int32[AnyArray, " S"],
+    page_table: Int32[AnyArray, "S N"],
+    cu_q_lens: Int32[AnyArray, " S+1"],
+    num_seqs: Int32[AnyScalar, ""],
+    num_decodes: Int32[AnyScalar, ""],
     *,
     scale: float,
     window: int | None = None,
@@ -48,11 +49,12 @@ def ragged_paged_attention(
     """Attention of every query over its own sequence's pages.
 
     Args:
-      q: queries of all sequences, rows past `cu_q_lens[num_seqs]` are padding (their result is unspecified, finite).
-      k_pages, v_pages: the pool, this step's keys and values written already; slots no sequence reaches may hold anything.
+      q: queries of all sequences, rows past `cu_q_lens[num_seqs]` are padding (their result is unspecified).
+      k_pages, v_pages: the pool with this step's keys and values; slots that no sequence reaches may hold anything.
       kv_lens: keys of each sequence, this step's included; rows past `num_seqs` are ignored.
       page_table: pages of each sequence in order; entries past `ceil(kv_len / B)` are ignored but must be valid ids.
-      cu_q_lens: prefix sums of the query lengths; every sequence below `num_seqs` has q_len >= 1.
+      cu_q_lens: prefix sums of the query lengths; every sequence below `num_seqs` has q_len >= 1, later entries repeat
+        the total.
       num_seqs: sequences there are.
       num_decodes: the first so many sequences have q_len 1 (they may be handled together; 0 is always right). The order
         within them is free, but backends run fastest when neighbours are of like length.
@@ -79,8 +81,8 @@ def write_kv(
     v_pages: Float[Array, "P K B D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-    page_ids: Int32[Array, " T"],
-    offsets: Int32[Array, " T"],
+    page_ids: Int32[AnyArray, " T"],
+    offsets: Int32[AnyArray, " T"],
 ) -> tuple[Float[Array, "P K B D"], Float[Array, "P K B D"]]:
     """The pools with token t's keys and values at slot `offsets[t]` of page `page_ids[t]`; padding names a sink page.
 
@@ -101,8 +103,8 @@ def _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap
         raise ValueError(f"head size must agree and H be a multiple of K; got {q.shape=} {k_pages.shape=}")
     if q.shape[0] == 0:
         raise ValueError(f"a batch needs at least one query row; got {q.shape=}")
-    s = kv_lens.shape[0]
-    if page_table.ndim != 2 or page_table.shape[0] != s or cu_q_lens.shape != (s + 1,):
+    s = kv_lens.size
+    if kv_lens.ndim != 1 or page_table.ndim != 2 or page_table.shape[0] != s or cu_q_lens.shape != (s + 1,):
         raise ValueError(f"rows disagree: {kv_lens.shape=} {page_table.shape=} {cu_q_lens.shape=} (S, [S, N], S + 1)")
     if not (q.dtype == k_pages.dtype == v_pages.dtype) or q.dtype not in (jax.numpy.float32, jax.numpy.bfloat16):
         raise ValueError(f"q and pages must share a dtype, float32 or bfloat16; got {q.dtype=} {k_pages.dtype=}")

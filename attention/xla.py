@@ -86,11 +86,13 @@ def ragged_paged_attention(
         position = first_key + jnp.arange(keys.shape[-2])
         position = position.reshape((1,) * (limit.ndim - 1) + position.shape)
         seen = position < limit
+        reached = position < jnp.max(limit, axis=-2, keepdims=True)
         if window is not None:
             seen &= position >= limit - window
+            reached &= position >= jnp.min(limit, axis=-2, keepdims=True) - window
         scores = jnp.where(seen, scores, _NEG)
         # A slot nobody sees may hold anything, and 0 * NaN is NaN.
-        values = jnp.where(jnp.swapaxes(jnp.any(seen, axis=-2, keepdims=True), -1, -2), values, 0)
+        values = jnp.where(jnp.swapaxes(reached, -1, -2), values, 0)
         top = jnp.maximum(softmax.top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - top[..., None])
         fade = jnp.exp(softmax.top - top)

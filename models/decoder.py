@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from sarathi_jax.arrays import AnyArray, AnyScalar
 from sarathi_jax.attention import Backend, ragged_paged_attention, write_kv
 from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.rope import rotary_tables, rotate
@@ -34,16 +35,16 @@ class TokenRows(NamedTuple):
     num_decodes are the attention call's.
     """
 
-    token_ids: Int32[Array, " T"]
-    positions: Int32[Array, " T"]
-    prompt_lens: Int32[Array, " T"]
-    page_ids: Int32[Array, " T"]
-    offsets: Int32[Array, " T"]
-    page_table: Int32[Array, "S N"]
-    kv_lens: Int32[Array, " S"]
-    cu_q_lens: Int32[Array, " S+1"]
-    num_seqs: Int32[Array, ""]
-    num_decodes: Int32[Array, ""]
+    token_ids: Int32[AnyArray, " T"]
+    positions: Int32[AnyArray, " T"]
+    prompt_lens: Int32[AnyArray, " T"]
+    page_ids: Int32[AnyArray, " T"]
+    offsets: Int32[AnyArray, " T"]
+    page_table: Int32[AnyArray, "S N"]
+    kv_lens: Int32[AnyArray, " S"]
+    cu_q_lens: Int32[AnyArray, " S+1"]
+    num_seqs: Int32[AnyScalar, ""]
+    num_decodes: Int32[AnyScalar, ""]
 
 
 _ACTIVATIONS = {

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from sarathi_jax.arrays import AnyArray
 from sarathi_jax.config import ModelConfig
 
 
 def rotary_tables(
-    config: ModelConfig, positions: Int32[Array, " T"], prompt_lens: Int32[Array, " T"]
+    config: ModelConfig, positions: Int32[AnyArray, " T"], prompt_lens: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
     """cos and sin for each token, float32.
 

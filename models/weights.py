@@ -113,12 +113,16 @@ def load_weights(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Array]:
 
 def init_weights(config: ModelConfig, dtype: jnp.dtype, seed: int = 0, scale: float = 0.02) -> dict[str, Array]:
     """Random weights: normal with deviation `scale`, norms around 1. For tests and for timing without weights."""
-    key = jax.random.key(seed)
-    weights = {}
-    for i, (name, spec) in enumerate(weight_specs(config).items()):
-        noise = jax.random.normal(jax.random.fold_in(key, i), spec.shape, jnp.float32) * scale
-        weights[name] = (1.0 + noise if name.endswith("norm") else noise).astype(dtype)
-    return weights
+
+    @jax.jit  # one program, not a few for each weight
+    def draw(key: Array) -> dict[str, Array]:
+        weights = {}
+        for i, (name, spec) in enumerate(weight_specs(config).items()):
+            noise = jax.random.normal(jax.random.fold_in(key, i), spec.shape, jnp.float32) * scale
+            weights[name] = (1.0 + noise if name.endswith("norm") else noise).astype(dtype)
+        return weights
+
+    return draw(jax.random.key(seed, impl="rbg"))  # compiles several times faster than threefry
 
 
 def _sources(specs: dict[str, WeightSpec], num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sarathi_jax.config import CacheConfig, ModelConfig, RopeScaling
-from sarathi_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepStats
+from sarathi_jax.outputs import ChunkStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepStats
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
 from sarathi_jax.schedulers import Sarathi, Scheduler, SchedulerConfig
@@ -27,8 +27,8 @@ check_versions()
 _LAZY = {"LLM": "sarathi_jax.llm", "Engine": "sarathi_jax.engine"}
 
 __all__ = [
-    "LLM", "CacheConfig", "Chunk", "CompletionOutput", "Engine", "Logprob", "ModelConfig", "PagePool", "Request",
-    "RequestMetrics", "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler", "SchedulerConfig",
+    "LLM", "CacheConfig", "Chunk", "ChunkStats", "CompletionOutput", "Engine", "Logprob", "ModelConfig", "PagePool",
+    "Request", "RequestMetrics", "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler", "SchedulerConfig",
     "Sequence", "StepPlan", "StepStats",
 ]  # fmt: skip
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from sarathi_jax.arrays import AnyArray, AnyScalar
 from sarathi_jax.models.decoder import TokenRows
 from sarathi_jax.request import Chunk, Sequence, StepPlan
-from sarathi_jax.sampler import AnyArray, AnyScalar, SamplingRows, needs_state, seed_key
+from sarathi_jax.sampler import SamplingRows, needs_state, seed_key
 from sarathi_jax.shapes import Shapes
 
 _BY_SLOT = ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "use_state", "key")

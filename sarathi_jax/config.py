@@ -19,7 +19,7 @@ def check_number(name: str, value: Any, low: float, high: float, rule: str) -> N
     """Raise ValueError unless `value` is a number in [low, high]; NaN never is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r} must be a number; {rule}")
-    if not low <= value <= high:
+    if not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}={value!r} is out of range; {rule}")
 
 

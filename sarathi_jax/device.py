@@ -68,7 +68,9 @@ def num_pages(
 ) -> int:
     """Pages of the pool: as configured, or what a share of the free memory holds, but no more than can ever be used.
 
-    Call with the weights on the device. Raises ValueError when not even one page fits.
+    What memory decides is cut to three significant bits: the pool's size is part of every program, and the next start,
+    with a little more or less memory free, should find its programs in the compilation cache. Call with the weights on
+    the device. Raises ValueError when not even one page fits.
     """
     if cache.num_pages is not None:
         return cache.num_pages
@@ -82,7 +84,8 @@ def num_pages(
             f"no room for the KV cache: {fraction:.0%} of {free / 2**20:.0f} MiB free hold no page of "
             f"{size / 2**20:.1f} MiB; raise memory_fraction, or lower page_size"
         )
-    return min(fitting, max_num_seqs * -(-max_model_len // cache.page_size))
+    step = 1 << max(fitting.bit_length() - 3, 0)
+    return min(fitting // step * step, max_num_seqs * -(-max_model_len // cache.page_size))
 
 
 def free_memory_bytes() -> int:

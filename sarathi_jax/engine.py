@@ -12,12 +12,20 @@ from typing import Any
 import numpy as np
 
 from sarathi_jax import device
-from sarathi_jax.config import CacheConfig, check_positive
+from sarathi_jax.config import CacheConfig, check_number, check_positive
 from sarathi_jax.detokenizer import Detokenizer
 from sarathi_jax.models.checkpoint import open_checkpoint
 from sarathi_jax.models.decoder import Decoder
 from sarathi_jax.models.weights import load_weights
-from sarathi_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StepStats
+from sarathi_jax.outputs import (
+    ChunkStats,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StepStats,
+)
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Request, SamplingParams, Sequence
 from sarathi_jax.runner import DeviceStep, ModelRunner, ReadStep, TokenScores
@@ -47,8 +55,8 @@ class _Live:
     """A request until all its generations have ended."""
 
     request: Request
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     generations: list[_Generation] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Engine:
@@ -187,14 +195,20 @@ class Engine:
 
         The prompt and `max_tokens` together are cut at max_model_len (finish reason "length").
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} must be SamplingParams")
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id={request_id!r} must be a non-empty string")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority={priority!r} must be an integer; lower is sooner")
+        if arrival_time is not None:
+            check_number("arrival_time", arrival_time, -1e300, 1e300, "seconds on the engine's clock")
         if request_id in self._live:
             raise ValueError(f"request_id={request_id!r} is in use by a request that has not ended; choose another")
         token_ids = self._prompt_ids(prompt, prompt_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
         now = self._clock()
@@ -206,9 +220,10 @@ class Engine:
             arrival_time_s=now if arrival_time is None else arrival_time,
             priority=priority,
         )
-        live = _Live(request=request)
+        scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
-            live.prompt_logprobs = [None] * len(token_ids)
+            scores = [None for _ in token_ids]
+        live = _Live(request=request, prompt_logprobs=scores)
         seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
         for index in range(params.n):
             seq = Sequence(request, self._next_seq_id, index=index, seed=seed)
@@ -262,7 +277,8 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer: give prompt_token_ids")
             token_ids = self.tokenizer.encode(prompt)
-        assert token_ids is not None
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
+            raise ValueError(f"prompt_token_ids={token_ids!r} must be a list of token ids")
         ids = tuple(token_ids)
         if not ids:
             raise ValueError(f"the prompt is empty: {prompt=} makes no token; at least one is needed")
@@ -285,7 +301,7 @@ class Engine:
             return None
         p = seq.params
         return Detokenizer(
-            self.tokenizer, seq.prompt_token_ids, stop=tuple(p.stop), include_stop=p.include_stop_str_in_output,
+            self.tokenizer, seq.prompt_token_ids, stop=tuple(p.stop or ()), include_stop=p.include_stop_str_in_output,
             skip_special_tokens=p.skip_special_tokens,
         )  # fmt: skip
 
@@ -320,7 +336,7 @@ class Engine:
         if generation.logprobs is not None and scores is not None:
             generation.logprobs.append(self._candidates(scores, row, token, p.logprobs or 0))
         num_outputs = len(seq.output_token_ids)
-        if token in p.stop_token_ids:
+        if token in (p.stop_token_ids or ()):
             generation.finish_reason, generation.stop_reason = "stop", token
         elif token in self.eos_token_ids and not p.ignore_eos:
             generation.finish_reason = "stop"
@@ -357,18 +373,22 @@ class Engine:
         return found
 
     def _record(self, flight: _Flight, *, host_s: float) -> None:
-        chunks = flight.step.chunks
+        chunks = tuple(
+            ChunkStats(chunk.sequence.request.request_id, chunk.sequence.index, chunk.start, chunk.num_tokens)
+            for chunk in flight.step.chunks
+        )
         num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
         self.last_step = StepStats(
+            chunks=chunks,
             start_s=flight.start_s,
             wall_s=self._clock() - flight.start_s,
             host_s=host_s,
             num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks) - num_decodes,
             num_decode_tokens=num_decodes,
             num_padding=flight.step.num_padding,
-            num_seqs=len(chunks),
             num_preempted=flight.num_preempted,
             num_pages_held=flight.num_pages_held,
+            num_pages=self.pool.num_pages,
         )
 
 

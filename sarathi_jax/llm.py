@@ -43,10 +43,11 @@ class LLM:
         A prompt that cannot run is a ValueError that names it, before any has run.
         """
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        params = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one, or one for each")
-        return self._run([_split(i, prompt) for i, prompt in enumerate(prompts)], params, progress)
+        each: list[SamplingParams | None]
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one for each")
+        return self._run([_split(i, prompt) for i, prompt in enumerate(prompts)], each, progress)
 
     def chat(
         self,

@@ -114,19 +114,36 @@ class RequestOutput:
         return self.outputs[0].metrics
 
 
+class ChunkStats(NamedTuple):
+    """One sequence's part of an iteration: `num_tokens` from position `start`; `index` is its generation's."""
+
+    request_id: str
+    index: int
+    start: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """One iteration: what ran, and its time (s). `host_s` is planning, building and updating; `wall_s` is all."""
+    """One iteration: what ran, and its time (s). `host_s` is planning, building and updating; `wall_s` is all.
 
+    `chunks` in order of the batch; `num_pages_held` when it was planned, of `num_pages`.
+    """
+
+    chunks: tuple[ChunkStats, ...]
     start_s: float
     wall_s: float
     host_s: float
     num_prefill_tokens: int
     num_decode_tokens: int
     num_padding: int
-    num_seqs: int
     num_preempted: int
     num_pages_held: int
+    num_pages: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.chunks)
 
     @property
     def padding_share(self) -> float:

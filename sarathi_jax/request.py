@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 def _check_int(name: str, value: Any, low: int, high: int, rule: str) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be an integer; {rule}")
-    if not low <= value <= high:
+    if not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}={value!r} is out of range; {rule}")
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from sarathi_jax.arrays import AnyArray
 from sarathi_jax.batch import BatchBuilder, BuiltBatch, HybridBatch
 from sarathi_jax.models.decoder import Decoder, KVPool
 from sarathi_jax.request import MAX_LOGPROBS, Chunk, StepPlan
@@ -31,9 +32,9 @@ _SCORE_ROWS = 16  # prompt tokens scored at a time: their logits are [_SCORE_ROW
 class TokenScores(NamedTuple):
     """Logprobs of chosen tokens and of the likeliest ones, row by row, from raw logits."""
 
-    chosen: Float[Array, " N"]
-    top_ids: Int32[Array, "N K"]
-    top: Float[Array, "N K"]
+    chosen: Float[AnyArray, " N"]
+    top_ids: Int32[AnyArray, "N K"]
+    top: Float[AnyArray, "N K"]
 
 
 class StepOutput(NamedTuple):
@@ -146,7 +147,7 @@ class ModelRunner:
     def _init_slot(self, seq) -> None:
         if self._write_slot is None:
             self._write_slot = self._compile_write_slot()
-        stop_ids = (*self.stop_ids, *seq.params.stop_token_ids)
+        stop_ids = (*self.stop_ids, *(seq.params.stop_token_ids or ()))
         rows = slot_rows(seq.params, seq.prompt_token_ids, seq.output_token_ids, stop_ids, self.config.vocab_size)
         self._state = self._write_slot(self._state, np.int32(seq.slot), *rows)
 
@@ -183,10 +184,6 @@ class DeviceStep:
         self.num_padding = built.num_padding
         self._built = built
         self._output = output
-
-    @property
-    def is_ready(self) -> bool:
-        return self._output.tokens.is_ready()
 
     def read(self) -> ReadStep:
         """Wait for the step and fetch its results."""

@@ -16,10 +16,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, UInt32
 
+from sarathi_jax.arrays import AnyArray, AnyScalar
 from sarathi_jax.request import MAX_LOGPROBS, SamplingParams
 
-AnyArray = Array | np.ndarray  # the host fills NumPy arrays, the step sees device ones
-AnyScalar = AnyArray | np.generic
 _LANES = 512  # the V axis is seen as [R, _LANES] and reduced over R first: whole vectors at a time
 _LOWEST_KEY = np.int32(-2139095041)  # _key(-inf)
 

@@ -19,17 +19,15 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def token_shapes(max_tokens: int, tile: int) -> tuple[int, ...]:
-    """Row counts from 8 up: powers of two below the tile, then multiples of it, each at most 1.5 x the one before.
+    """Row counts from 8 up: powers of two to the tile, then multiples of it, each the next or at most 1.25 x the last.
 
-    The last one is the first multiple of the tile (or power of two below it) that holds `max_tokens`.
+    The largest is the first of them, or the first multiple of the tile, that holds `max_tokens`.
     """
     check_positive("max_tokens", max_tokens)
     shapes = [_SMALLEST]
-    while shapes[-1] < max_tokens:
-        last = shapes[-1]
-        shapes.append(
-            last * 2 if last < tile else min(max(last + tile, last * 3 // 2 // tile * tile), round_up(max_tokens, tile))
-        )
+    while (last := shapes[-1]) < max_tokens:
+        following = last * 2 if last < tile else max(last + tile, last * 5 // 4 // tile * tile)
+        shapes.append(following if last < tile else min(following, round_up(max_tokens, tile)))
     return tuple(shapes)
 
 

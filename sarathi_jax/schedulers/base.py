@@ -1,8 +1,9 @@
-"""What all policies share: the queues, the slots, pages given and taken back, and how a plan is committed.
+"""What all policies share: the queues, the slots, pages given and taken back, and the parts that plans are made of.
 
 A policy of your own needs no registry and no change here: a frozen dataclass on top of `SchedulerConfig` whose `build`
-returns your subclass of `Scheduler` with its `plan`, and an instance of it passed as `LLM(..., scheduler=Mine(...))`.
-`sarathi.py` is the example to copy.
+returns your subclass of `Scheduler`, and an instance of it passed as `LLM(..., scheduler=Mine(...))`. To override:
+`plan` (which parts, in which order), `chunk_size` (how much of a prompt), `order` (who comes first), `reserves`.
+`orca.py` is the shortest to copy, examples/custom_policy.py one to run.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ import heapq
 import math
 import numbers
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Required, TypedDict, Unpack
 
 from sarathi_jax.config import check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Chunk, Sequence, Status, StepPlan
+
+
+class Limits(TypedDict, total=False):
+    """What the engine tells every scheduler, whatever its policy; see `Scheduler`."""
+
+    max_model_len: Required[int]
+    lookahead: int
+    num_stages: int
+
+
+class IterationCost(Protocol):
+    """Predicts how long an iteration takes, in seconds; plain host code, called several times a plan.
+
+    `num_decode_tokens` decodes attend to `decode_context` tokens, all of them together; each of `chunks` computes
+    `tokens` positions of a prompt from `start` on, which attend to all before them too. May not fall as a chunk grows.
+    """
+
+    def __call__(self, num_decode_tokens: int, decode_context: int, chunks: Seq[tuple[int, int]]) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +60,43 @@ class SchedulerConfig(abc.ABC):
 
     @abc.abstractmethod
     def build(
-        self,
-        pool: PagePool,
-        *,
-        max_model_len: int,
-        tile: int,
-        lookahead: int = 0,
-        num_stages: int = 1,
-        default_token_budget: int = 512,
+        self, pool: PagePool, *, tile: int, default_token_budget: int = 512, **limits: Unpack[Limits]
     ) -> Scheduler:
-        """The scheduler. `tile`: tokens of a matmul tile; `lookahead`, `num_stages`: see `Scheduler`;
-        `default_token_budget`: the platform's, for a policy whose token budget was left None."""
+        """The scheduler. `tile`: tokens of a matmul tile; `default_token_budget`: the platform's, for a policy whose
+        token budget was left None; `limits` go to the scheduler."""
+
+
+def resolve_token_budget(token_budget: int | None, *, tile: int, default: int) -> int:
+    """The budget in force, `default` for None; ValueError unless it is a multiple of the tile."""
+    check_positive("tile", tile)
+    check_positive("default_token_budget", default)
+    budget = default if token_budget is None else token_budget
+    if budget % tile:
+        below = budget // tile * tile
+        nearest = f"{below} or {below + tile}" if below else f"{tile}"
+        raise ValueError(f"token_budget={budget} must be a multiple of the matmul tile {tile}; nearest: {nearest}")
+    return budget
 
 
 @dataclass(kw_only=True)
 class Draft:
-    """A plan in the making; `now` is the time it is made for."""
+    """A plan in the making; `now` is the time it is made for. The first `num_decodes` chunks are decodes."""
 
     now: float
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    num_decodes: int = 0
     _planned: set[int] = field(default_factory=set)
 
     def __contains__(self, seq: Sequence) -> bool:
         return id(seq) in self._planned
+
+    @property
+    def has_prompts(self) -> bool:
+        """Does any of its chunks belong to a prompt?"""
+        return len(self.chunks) > self.num_decodes
 
     def append(self, chunk: Chunk) -> None:
         assert chunk.num_tokens >= 1, f"an empty chunk of {chunk.sequence}"
@@ -78,7 +110,7 @@ class Draft:
 
 
 def arrival_order(seq: Sequence) -> tuple[int, float, int]:
-    """The one order there is: of both queues, of preemption (last first), of everything that says *older*."""
+    """First come, first served within a priority: the order of all policies here."""
     return (seq.request.priority, seq.request.arrival_time_s, seq.seq_id)
 
 
@@ -105,6 +137,10 @@ class Scheduler(abc.ABC):
     max_step_tokens: int
     """Most tokens that one plan can hold: what the largest shape must fit."""
 
+    reserves: ClassVar[bool] = False
+    """Each sequence is admitted with pages for max_model_len tokens: none is ever short of them, none is preempted. The
+    watermark, which is there to grow into, then means nothing."""
+
     def __init__(
         self, config: SchedulerConfig, pool: PagePool, *, max_model_len: int, lookahead: int = 0, num_stages: int = 1
     ):
@@ -121,11 +157,26 @@ class Scheduler(abc.ABC):
         self.running: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap: lowest slot first
         # rounded before ceil: 0.07 * 100 is a little more than 7
-        self._num_reserved = math.ceil(round(config.watermark * pool.num_pages, 6))
+        self._num_spare = math.ceil(round(config.watermark * pool.num_pages, 6))
+        num_pages = pool.num_pages_for(max_model_len)
+        if self.reserves and num_pages > pool.num_pages:
+            raise ValueError(
+                f"{type(config).__name__} reserves pages for max_model_len={max_model_len} tokens at admission: "
+                f"{num_pages} of {pool.page_size}, and the pool has {pool.num_pages}; "
+                f"lower max_model_len, or raise num_pages of the cache"
+            )
 
     @abc.abstractmethod
     def plan(self, now: float) -> StepPlan:
         """The next iteration, committed; empty when there is nothing to run at `now` (s)."""
+
+    def order(self, seq: Sequence) -> tuple[Any, ...]:
+        """Sorts both queues and says who is *older*: served first, preempted last. Total, and fixed for a sequence."""
+        return arrival_order(seq)
+
+    def chunk_size(self, draft: Draft, seq: Sequence) -> int:
+        """How many tokens of its prompt `seq` gets in this iteration, memory aside; 0 for none. Here: all it has."""
+        return seq.num_uncomputed
 
     @property
     def num_waiting(self) -> int:
@@ -181,8 +232,8 @@ class Scheduler(abc.ABC):
         """AssertionError with a sentence unless pool, queues and slots agree."""
         self.pool.check_integrity(self.running)
         for queue in (self.running, self.waiting):
-            keys = [arrival_order(seq) for seq in queue]
-            assert keys == sorted(keys), f"a queue is out of its arrival order: {list(queue)}"
+            keys = [self.order(seq) for seq in queue]
+            assert keys == sorted(keys), f"a queue is out of order: {list(queue)}"
         assert all(seq.status is Status.RUNNING for seq in self.running), f"not all running: {self.running}"
         for seq in self.waiting:
             assert seq.status is Status.WAITING, f"in the queue: {seq}"
@@ -195,18 +246,76 @@ class Scheduler(abc.ABC):
             assert len(seq.page_ids) >= num_pages, f"{seq} must hold {num_pages} pages"
             assert 0 <= seq.num_computed <= seq.num_tokens <= seq.max_total_tokens, f"counts of {seq}"
 
-    # What policies are written with.
+    # Parts of a plan.
 
-    def _ready(self) -> list[Sequence]:
-        """Running sequences that can be planned now, oldest first. One whose last token is sampled gives its pages back
-        here: nothing will read them."""
-        ready = []
+    def _by_kind(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that can be planned now, oldest first: those decoding, and those with prompt left to run.
+
+        In a pipeline a plan takes its share of all decodes (a `num_stages`-th, rounded up), so that none is empty.
+        Sequences whose last token is sampled give their pages back here: nothing will read them.
+        """
+        ready, num_decoding = [], 0
         for seq in self.running:
             if seq.at_limit:
                 self._release_pages(seq)
-            elif seq.num_pending <= self.lookahead:
+                continue
+            num_decoding += seq.is_decoding
+            if seq.num_pending <= self.lookahead:
                 ready.append(seq)
-        return ready
+        decodes = [seq for seq in ready if seq.is_decoding]
+        return decodes[: -(-num_decoding // self.num_stages)], [seq for seq in ready if not seq.is_decoding]
+
+    def _plan_decodes(self, draft: Draft, decodes: list[Sequence]) -> None:
+        """One token each. Short of pages, the latest is preempted, whatever it does: the oldest always gets through."""
+        for seq in decodes:  # one that lost its slot was preempted on the way
+            if seq.slot is not None and self._make_room(draft, seq, seq.num_computed + 1):
+                self._chunk(draft, seq, 1)
+                draft.num_decodes += 1
+
+    def _plan_prompts(self, draft: Draft, prefills: list[Sequence]) -> None:
+        """Prompts in progress, then the queue; nobody is admitted by a plan in which someone was short of pages."""
+        if self._plan_prefills(draft, prefills) and not draft.preempted:
+            self._plan_admissions(draft)
+
+    def _plan_prefills(self, draft: Draft, prefills: list[Sequence]) -> bool:
+        """Oldest first, `chunk_size` tokens each. False if one was short of pages; the later ones then get nothing.
+
+        That one gets what fits; if that is nothing, later ones that are prefilling too are preempted, or it waits.
+        """
+        for seq in prefills:
+            wanted = self.chunk_size(draft, seq)
+            if wanted == 0 or seq.slot is None:
+                continue
+            self._preempt_later_prefills(draft, seq)
+            num_tokens = min(wanted, self._num_tokens_that_fit(seq))
+            if num_tokens > 0:
+                self._ensure_pages(seq, seq.num_computed + num_tokens)
+                self._chunk(draft, seq, num_tokens)
+            if num_tokens < wanted:
+                return False
+        return True
+
+    def _plan_admissions(self, draft: Draft) -> None:
+        """From the queue, strictly in order, as `chunk_size`, slots and memory allow. The head is never overtaken."""
+        while self.waiting:
+            seq = self.waiting[0]
+            num_tokens = self.chunk_size(draft, seq)
+            if num_tokens == 0 or not self._can_admit(seq, num_tokens):
+                return
+            self._admit(draft, seq)
+            self._ensure_pages(seq, num_tokens)
+            self._chunk(draft, seq, num_tokens)
+
+    # What they are written with.
+
+    def _preempt_later_prefills(self, draft: Draft, seq: Sequence) -> None:
+        """Latest first, until one token of `seq` has a place or none is left."""
+        while self._num_tokens_that_fit(seq) < 1:
+            later = self.running[self.running.index(seq) + 1 :]
+            victims = [s for s in later if s.page_ids and not s.is_decoding and s not in draft]
+            if not victims:
+                return
+            self._preempt(draft, victims[-1])
 
     def _num_tokens_that_fit(self, seq: Sequence) -> int:
         """How many more tokens of `seq` have a place in its own pages and the available ones."""
@@ -236,6 +345,9 @@ class Scheduler(abc.ABC):
     def _preempt(self, draft: Draft, victim: Sequence) -> None:
         """Back to the queue, outputs kept, everything to be computed again. Unread tokens stay pending."""
         assert victim not in draft, f"preempting {victim}, which is in the plan already"
+        assert not self.reserves, f"preempting {victim}, which has all the pages it can need"
+        if victim in draft.admitted:
+            draft.admitted.remove(victim)
         self.running.remove(victim)
         self._release_pages(victim)
         self._release_slot(victim)
@@ -253,16 +365,20 @@ class Scheduler(abc.ABC):
         """
         if not self._free_slots or seq.num_pending:
             return False
+        if self.reserves:
+            return self.pool.num_pages_for(self.max_model_len) <= self.pool.num_available
         num_pages = self.pool.num_pages_for(seq.num_tokens if seq.num_preemptions else num_tokens)
-        return num_pages + (self._num_reserved if self.pool.num_held else 0) <= self.pool.num_available
+        return num_pages + (self._num_spare if self.pool.num_held else 0) <= self.pool.num_available
 
     def _admit(self, draft: Draft, seq: Sequence) -> None:
-        """From the queue to a slot; no pages yet."""
+        """From the queue to a slot; no pages yet, unless the policy reserves them."""
         self.waiting.remove(seq)
         seq.status = Status.RUNNING
         seq.slot = heapq.heappop(self._free_slots)
-        bisect.insort(self.running, seq, key=arrival_order)
+        bisect.insort(self.running, seq, key=self.order)
         draft.admitted.append(seq)
+        if self.reserves:
+            self._ensure_pages(seq, self.max_model_len)
 
     def _chunk(self, draft: Draft, seq: Sequence, num_tokens: int) -> Chunk:
         """Commit the next `num_tokens` of `seq`, whose pages are held, to the draft."""
@@ -280,10 +396,10 @@ class Scheduler(abc.ABC):
         return chunk
 
     def _enqueue(self, seq: Sequence) -> None:
-        if not self.waiting or arrival_order(self.waiting[-1]) <= arrival_order(seq):
+        if not self.waiting or self.order(self.waiting[-1]) <= self.order(seq):
             self.waiting.append(seq)
         else:
-            self.waiting.insert(bisect.bisect(self.waiting, arrival_order(seq), key=arrival_order), seq)
+            self.waiting.insert(bisect.bisect(self.waiting, self.order(seq), key=self.order), seq)
 
     def _release_pages(self, seq: Sequence) -> None:
         self.pool.free(seq.page_ids)

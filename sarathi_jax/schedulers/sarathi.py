@@ -3,85 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Unpack
 
-from sarathi_jax.config import check_positive
+from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence, StepPlan
-from sarathi_jax.schedulers.base import Draft, Scheduler, SchedulerConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sarathi(SchedulerConfig):
-    """Every decode in every iteration; prompts, cut into chunks, fill up what is left of `token_budget`.
-
-    `token_budget`: tokens of one iteration, decodes included; a multiple of the matmul tile; None is the platform's
-    default. All decodes run even if they are more than the budget. With token_budget >= max_num_seqs + tile at least
-    one tile is left for prompts in every iteration, so that decodes cannot starve them; less than that is allowed and
-    warned of.
-    """
-
-    token_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.token_budget is not None:
-            check_positive("token_budget", self.token_budget)
-            if self.token_budget < self.max_num_seqs:
-                self._warn(self.token_budget, f"{self.max_num_seqs}", stacklevel=4)
-
-    def build(
-        self,
-        pool: PagePool,
-        *,
-        max_model_len: int,
-        tile: int,
-        lookahead: int = 0,
-        num_stages: int = 1,
-        default_token_budget: int = 512,
-    ) -> SarathiScheduler:
-        check_positive("tile", tile)
-        budget = self.token_budget
-        if budget is None:
-            check_positive("default_token_budget", default_token_budget)
-            budget = default_token_budget
-        if budget % tile:
-            below = budget // tile * tile
-            nearest = f"{below} or {below + tile}" if below else f"{tile}"
-            raise ValueError(f"token_budget={budget} must be a multiple of the matmul tile {tile}; nearest: {nearest}")
-        warned = self.token_budget is not None and self.token_budget < self.max_num_seqs
-        if budget < self.max_num_seqs + tile and not warned:
-            self._warn(budget, f"{self.max_num_seqs} + tile={tile}", stacklevel=3)
-        return SarathiScheduler(
-            self,
-            pool,
-            max_model_len=max_model_len,
-            token_budget=budget,
-            lookahead=lookahead,
-            num_stages=num_stages,
-        )
-
-    def _warn(self, budget: int, bound: str, *, stacklevel: int) -> None:
-        warnings.warn(
-            f"token_budget={budget} is below max_num_seqs={bound}: with all sequences decoding, nothing is left of the "
-            f"budget for prompts and they wait; raise token_budget or lower max_num_seqs",
-            stacklevel=stacklevel,
-        )
+from sarathi_jax.schedulers.base import (
+    Draft,
+    IterationCost,
+    Limits,
+    Scheduler,
+    SchedulerConfig,
+    resolve_token_budget,
+)
 
 
 class SarathiScheduler(Scheduler):
     """The order is the point: a decode is never displaced by a prefill, neither from the budget nor from its pages.
 
-    1. Every running sequence that is decoding: one token. Short of pages, the latest arrival is preempted. In a
-       pipeline each plan takes at most its share of all decodes (a `num_stages`-th, rounded up), so that none is empty.
-    2. Every partly prefilled sequence, oldest first: as much as the budget leaves. Short of pages, the chunk shrinks to
-       what fits; if that is nothing, later arrivals that are prefilling too are preempted, or it waits for decodes.
-    3. The queue, strictly first come, first served, as budget, slots and memory allow. The head is never overtaken. No
-       one is admitted by a plan in which someone was short of pages.
+    1. Every running sequence that is decoding: one token.
+    2. Every partly prefilled sequence, oldest first: as much as the budget leaves.
+    3. The queue, strictly in order, as budget, slots and memory allow.
 
     Pages are taken for each chunk, not for the whole prompt. A chunk that leaves some of its prompt fills up the
     budget, which is a multiple of the tile, so that such an iteration ends on a tile; the exceptions are a chunk cut
-    for pages and decodes beyond the budget.
+    for pages or by `long_prefill_token_threshold`, and decodes beyond the budget.
 
     Something advances in every plan: the oldest decode gets its page from any later arrival; without decodes the oldest
     prefill does; with nothing held the head of the queue is admitted, and one alone always fits (see `add`).
@@ -92,66 +40,173 @@ class SarathiScheduler(Scheduler):
         config: SchedulerConfig,
         pool: PagePool,
         *,
-        max_model_len: int,
         token_budget: int,
-        lookahead: int = 0,
-        num_stages: int = 1,
+        tile: int = 1,
+        long_prefill_token_threshold: int | None = None,
+        time_budget_s: float | None = None,
+        cost: IterationCost | None = None,
+        max_prefill_wait: int = 32,
+        priority_preemption: bool = False,
+        **limits: Unpack[Limits],
     ):
-        super().__init__(config, pool, max_model_len=max_model_len, lookahead=lookahead, num_stages=num_stages)
+        super().__init__(config, pool, **limits)
         self.token_budget = token_budget
         self.max_step_tokens = max(token_budget, config.max_num_seqs)
+        self.tile = tile
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.time_budget_s = time_budget_s
+        self.cost = cost
+        self.max_prefill_wait = max_prefill_wait
+        self.priority_preemption = priority_preemption
+        self._num_waited = 0  # iterations in a row in which prompts were due and none advanced
 
     def plan(self, now: float) -> StepPlan:
         draft = Draft(now=now)
-        ready = self._ready()
-        num_decoding = sum(seq.is_decoding and not seq.at_limit for seq in self.running)
-        decodes = [seq for seq in ready if seq.is_decoding][: -(-num_decoding // self.num_stages)]
-        prefills = [seq for seq in ready if not seq.is_decoding]
+        if self.priority_preemption:
+            self._admit_urgent(draft)
+        decodes, prefills = self._by_kind()
         self._plan_decodes(draft, decodes)
-        short_of_pages = self._plan_prefills(draft, prefills)
-        if not short_of_pages and not draft.preempted:
-            self._plan_admissions(draft)
+        self._plan_prompts(draft, prefills)
+        is_due = bool(prefills or self.waiting) and not draft.has_prompts
+        self._num_waited = self._num_waited + 1 if is_due else 0
         return draft.finish()
 
-    def _chunk_size(self, draft: Draft, seq: Sequence) -> int:
-        """How many tokens of its prompt `seq` gets in this iteration, memory aside; 0 for none."""
-        return min(seq.num_uncomputed, max(self.token_budget - draft.num_tokens, 0))
+    def chunk_size(self, draft: Draft, seq: Sequence) -> int:
+        num_tokens = min(seq.num_uncomputed, max(self.token_budget - draft.num_tokens, 0))
+        if self.long_prefill_token_threshold is not None:
+            num_tokens = min(num_tokens, self.long_prefill_token_threshold)
+        if self.cost is None or self.time_budget_s is None or num_tokens == 0:
+            return num_tokens
+        # From the shortest to the longest, those that end the iteration on a tile between them.
+        sizes = [*range(self.tile - draft.num_tokens % self.tile, num_tokens, self.tile), num_tokens]
+        num_in_time = bisect_right(sizes, self.time_budget_s, key=lambda size: self._predict(draft, seq, size))
+        if num_in_time:
+            return sizes[num_in_time - 1]
+        is_due = not draft.num_decodes or self._num_waited >= self.max_prefill_wait - 1
+        return sizes[0] if is_due and not draft.has_prompts else 0
 
-    def _plan_decodes(self, draft: Draft, decodes: list[Sequence]) -> None:
-        for seq in decodes:  # one that lost its slot was preempted on the way
-            if seq.slot is not None and self._make_room(draft, seq, seq.num_computed + 1):
-                self._chunk(draft, seq, 1)
+    def _predict(self, draft: Draft, seq: Sequence, num_tokens: int) -> float:
+        """Seconds of the draft with one more chunk."""
+        assert self.cost is not None
+        decodes, prompts = draft.chunks[: draft.num_decodes], draft.chunks[draft.num_decodes :]
+        chunks = [*((c.start, c.num_tokens) for c in prompts), (seq.num_computed, num_tokens)]
+        seconds = self.cost(len(decodes), sum(c.end for c in decodes), chunks)
+        if not seconds >= 0:
+            raise ValueError(f"cost gave {seconds!r} s for {len(decodes)} decodes and {chunks=}; it must be >= 0")
+        return seconds
 
-    def _plan_prefills(self, draft: Draft, prefills: list[Sequence]) -> bool:
-        """True if one of them was short of pages; the later ones then get nothing."""
-        for seq in prefills:
-            wanted = self._chunk_size(draft, seq)
-            if wanted == 0 or seq.slot is None:
-                continue
-            self._preempt_later_prefills(draft, seq)
-            num_tokens = min(wanted, self._num_tokens_that_fit(seq))
-            if num_tokens > 0:
-                self._ensure_pages(seq, seq.num_computed + num_tokens)
-                self._chunk(draft, seq, num_tokens)
-            if num_tokens < wanted:
-                return True
-        return False
+    def _admit_urgent(self, draft: Draft) -> None:
+        """The head of the queue displaces running sequences of a strictly worse priority, the worst first.
 
-    def _preempt_later_prefills(self, draft: Draft, seq: Sequence) -> None:
-        """Latest first, until one token of `seq` has a place or none is left."""
-        while self._num_tokens_that_fit(seq) < 1:
-            later = self.running[self.running.index(seq) + 1 :]
-            victims = [s for s in later if s.page_ids and not s.is_decoding and s not in draft]
-            if not victims:
-                return
-            self._preempt(draft, victims[-1])
-
-    def _plan_admissions(self, draft: Draft) -> None:
+        It takes pages for all its tokens at once, so that those it goes before cannot stop it half-way. Nobody is
+        preempted if all of them would not be enough.
+        """
+        self._by_kind()  # pages that nobody will read are free
         while self.waiting:
             seq = self.waiting[0]
-            num_tokens = self._chunk_size(draft, seq)
-            if num_tokens == 0 or not self._can_admit(seq, num_tokens):
+            num_pages = self.pool.num_pages_for(seq.num_tokens)
+            worse = [s for s in self.running if s.request.priority > seq.request.priority and not s.at_limit]
+            obtainable = self.pool.num_available + sum(len(s.page_ids) for s in worse)
+            if not worse or seq.num_pending or num_pages > obtainable:
                 return
+            worse.sort(key=lambda s: s.request.priority)
+            while not self._free_slots or num_pages > self.pool.num_available:
+                self._preempt(draft, worse.pop())
             self._admit(draft, seq)
-            self._ensure_pages(seq, num_tokens)
-            self._chunk(draft, seq, num_tokens)
+            self._ensure_pages(seq, seq.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sarathi(SchedulerConfig):
+    """Every decode in every iteration; prompts, cut into chunks, fill up what is left of `token_budget`.
+
+    `token_budget`: tokens of one iteration, decodes included; a multiple of the matmul tile; None is the platform's
+    default. All decodes run even if they are more than the budget. With token_budget >= max_num_seqs + tile at least
+    one tile is left for prompts in every iteration, so that decodes cannot starve them; less than that is allowed and
+    warned of. "auto", with `tbt_slo_s`: measured by the engine, the largest that holds this time between tokens.
+
+    `long_prefill_token_threshold`: most tokens of one prompt in one iteration, so that a long prompt leaves some of the
+    budget to the prompts behind it.
+
+    `time_budget_s`, with `cost`: iterations of constant predicted time instead of constant size: prompts get as many
+    tokens, in tiles, as `cost` says fit, fewer as the context they attend to grows; `token_budget` still bounds the
+    iteration, so give it room. Without decodes at least a tile of prompt runs. When decodes leave no time for one,
+    prompts wait, but never more than `max_prefill_wait` iterations for a tile: then that iteration runs over.
+
+    `priority_preemption`: a waiting request takes slot and pages from running ones of a strictly worse priority (they
+    are computed again later). Off, `priority` orders the queue and says who is preempted when pages run out.
+    """
+
+    scheduler_class: ClassVar[type[SarathiScheduler]] = SarathiScheduler
+    """What `build` makes: for a policy that changes the scheduler and keeps these settings."""
+
+    token_budget: int | Literal["auto"] | None = None
+    tbt_slo_s: float | None = None
+    long_prefill_token_threshold: int | None = None
+    time_budget_s: float | None = None
+    cost: IterationCost | None = None
+    max_prefill_wait: int = 32
+    priority_preemption: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.token_budget == "auto") != (self.tbt_slo_s is not None):
+            raise ValueError(
+                f'token_budget={self.token_budget!r} and tbt_slo_s={self.tbt_slo_s!r}: token_budget="auto" is found '
+                f"from tbt_slo_s (s); set both or neither"
+            )
+        if (self.time_budget_s is None) != (self.cost is None):
+            raise ValueError(
+                f"time_budget_s={self.time_budget_s!r} and cost={self.cost!r}: the cost predicts what the time budget "
+                f"bounds; set both or neither"
+            )
+        for name in ("tbt_slo_s", "time_budget_s"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1e-9, 1e9, f"{name} > 0 seconds")
+        if self.cost is not None and not callable(self.cost):
+            raise ValueError(f"cost={self.cost!r} must be callable: (num_decode_tokens, decode_context, chunks) -> s")
+        check_positive("max_prefill_wait", self.max_prefill_wait)
+        if self.long_prefill_token_threshold is not None:
+            check_positive("long_prefill_token_threshold", self.long_prefill_token_threshold)
+        if not isinstance(self.priority_preemption, bool):
+            raise ValueError(f"priority_preemption={self.priority_preemption!r} must be True or False")
+        if self.token_budget is not None and self.token_budget != "auto":
+            check_positive("token_budget", self.token_budget)
+            if self.token_budget < self.max_num_seqs:
+                self._warn(self.token_budget, f"{self.max_num_seqs}", stacklevel=4)
+
+    def resolved(self, token_budget: int) -> Sarathi:
+        """This policy with the budget that "auto" stands for."""
+        return replace(self, token_budget=token_budget, tbt_slo_s=None)
+
+    def build(
+        self, pool: PagePool, *, tile: int, default_token_budget: int = 512, **limits: Unpack[Limits]
+    ) -> SarathiScheduler:
+        if self.token_budget == "auto":
+            raise ValueError(
+                f'token_budget="auto" (tbt_slo_s={self.tbt_slo_s}) has to be measured first: let the engine do it, or '
+                f"build .resolved(token_budget)"
+            )
+        budget = resolve_token_budget(self.token_budget, tile=tile, default=default_token_budget)
+        warned = self.token_budget is not None and self.token_budget < self.max_num_seqs
+        if budget < self.max_num_seqs + tile and not warned:
+            self._warn(budget, f"{self.max_num_seqs} + tile={tile}", stacklevel=3)
+        return self.scheduler_class(
+            self,
+            pool,
+            token_budget=budget,
+            tile=tile,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            time_budget_s=self.time_budget_s,
+            cost=self.cost,
+            max_prefill_wait=self.max_prefill_wait,
+            priority_preemption=self.priority_preemption,
+            **limits,
+        )
+
+    def _warn(self, budget: int, bound: str, *, stacklevel: int) -> None:
+        warnings.warn(
+            f"token_budget={budget} is below max_num_seqs={bound}: with all sequences decoding, nothing is left of the "
+            f"budget for prompts and they wait; raise token_budget or lower max_num_seqs",
+            stacklevel=stacklevel,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -113,7 +114,7 @@ def make_engine(new_engine, tiny_model) -> Callable[..., Engine]:
     def make(**options) -> Engine:
         engine = new_engine(**options)
         most = engine.runner.shapes.num_tokens[-1]
-        shapes = replace(engine.runner.shapes, num_tokens=tuple(n for n in (16, 64, 256) if n < most) + (most,))
+        shapes = replace(engine.runner.shapes, num_tokens=(*(n for n in (16, 64, 256) if n < most), most))
         runner = ModelRunner(tiny_model, shapes, stop_ids=engine.eos_token_ids)
         compiled, write_slot = programs.setdefault(replace(shapes, num_tokens=()), ({}, []))
         if not write_slot:
@@ -127,7 +128,7 @@ def make_engine(new_engine, tiny_model) -> Callable[..., Engine]:
 
 @dataclass
 class Script:
-    """A runner without a model: `token(sequence, position)` is what comes at a position; `on_read` runs in each read."""
+    """A runner without a model: `token(sequence, position)` is what comes there; `on_read` runs in each read."""
 
     token: Callable[[Sequence, int], int]
     on_read: Callable[[], None] = lambda: None
@@ -232,7 +233,7 @@ def check_stream(name: str, outputs: list[RequestOutput], has_text: bool) -> Non
         assert ended == sorted(ended), f"{name}/{i} ended and went on"
         reasons = {s.finish_reason for s in steps} - {None}
         assert len(reasons) == outputs[-1].finished, f"{name}/{i} must end for one reason: {reasons}"
-        for earlier, later in zip(steps, steps[1:], strict=False):
+        for earlier, later in itertools.pairwise(steps):
             assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids, f"{name}/{i} took tokens back"
             assert len(later.token_ids) - len(earlier.token_ids) in (0, 1)
         assert any(s.token_ids for s in steps[:1]) or len(outputs[0].outputs) > 1, f"{name}: an event without a token"

@@ -39,9 +39,7 @@ def make_sequence(seq_id: int, rng: np.random.Generator, *, index: int = 0) -> S
         logprobs=rng.choice([None, 0, 3]),
         prompt_logprobs=rng.choice([None, 0, 2]),
     )
-    request = Request(
-        request_id=str(seq_id), prompt_token_ids=prompt, params=params, arrival_time_s=float(seq_id)
-    )
+    request = Request(request_id=str(seq_id), prompt_token_ids=prompt, params=params, arrival_time_s=float(seq_id))
     seq = Sequence(request, seq_id, index=index, seed=seq_id * 7)
     seq.max_total_tokens = min(MAX_LEN, len(prompt) + 8)
     return seq
@@ -184,9 +182,7 @@ def test_a_batch_has_one_structure_whatever_it_holds(max_num_seqs):
             ]
         ):
             size = min(num_rows, MAX_LEN)
-            request = Request(
-                request_id="a", prompt_token_ids=tuple(range(size)), params=params, arrival_time_s=0.0
-            )
+            request = Request(request_id="a", prompt_token_ids=tuple(range(size)), params=params, arrival_time_s=0.0)
             pages = list(range(-(-size // PAGE_SIZE)))
             seq = Sequence(request, seed, slot=0, page_ids=pages, max_total_tokens=size + 1)
             plan = StepPlan(chunks=(Chunk(seq, 0, size, True),), admitted=(seq,))

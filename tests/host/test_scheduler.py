@@ -154,7 +154,7 @@ class Engine:
             last = max(arrival_order(s) for s in plan.admitted)
             assert all(last < arrival_order(s) for s in scheduler.waiting), "the head was overtaken"
             if was_held:
-                assert scheduler.pool.num_free >= scheduler._num_reserved, "the watermark was not kept"
+                assert scheduler.pool.num_free >= scheduler._num_spare, "the watermark was not kept"
 
     def check_idle(self):
         self.scheduler.check_integrity()
@@ -256,12 +256,12 @@ def test_a_prompt_ending_in_a_chunk_of_one_is_not_taken_for_a_decode():
     assert [sizes(p) for p in engine.run()] == [[("r0", 4)], [("r0", 1)], [("r0", 1)]]
 
 
-def test_the_chunk_size_is_one_method_to_override():
+def test_thechunk_size_is_one_method_to_override():
     """A policy of one's own: a configuration and a scheduler, nothing registered, nothing changed."""
 
     class Halves(SarathiScheduler):
-        def _chunk_size(self, draft, seq):
-            return -(-super()._chunk_size(draft, seq) // 2)
+        def chunk_size(self, draft, seq):
+            return -(-super().chunk_size(draft, seq) // 2)
 
     @dataclass(frozen=True, kw_only=True)
     class HalvesConfig(SchedulerConfig):
@@ -546,7 +546,7 @@ def test_the_watermark_stays_free_at_admission_but_not_for_a_lone_request():
     assert engine.scheduler.num_waiting == 1
     engine.run()
     engine = Engine(num_pages=100, watermark=0.07)
-    assert engine.scheduler._num_reserved == 7
+    assert engine.scheduler._num_spare == 7
 
 
 def test_the_head_of_the_queue_is_never_overtaken_and_never_starved():

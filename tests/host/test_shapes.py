@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_shapes_are_few_aligned_and_hold_every_plan(max_tokens, tile):
     for shape in shapes:
         assert shape % tile == 0 or (shape < tile and shape & (shape - 1) == 0), f"{shape} ends off the tile"
     assert shapes[-1] <= max(8, round_up(max_tokens, tile)), "no shape that nothing fills"
-    for smaller, larger in zip(shapes, shapes[1:], strict=False):
+    for smaller, larger in itertools.pairwise(shapes):
         assert larger <= max(2 * smaller, smaller + tile), "more than half of a step could be padding"
 
 

@@ -1,4 +1,4 @@
-"""The decoder against what Hugging Face transformers computes for tiny models of every variation, in chunks and whole."""
+"""The decoder against Hugging Face transformers: tiny models of every variation, in chunks and whole."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case, forced, chunks
 
 
 def test_dynamic_rotary_goes_by_the_length_of_the_prompt(teacher_forcing, forced):
-    """The golden tokens come from whole passes, each with the base of its own length; a cached key keeps the base of its
+    """The golden tokens come from whole passes, each with the base of its own length; a cached key keeps that of its
     time. So each prefix of the continuation is a prompt here, and the chunks it is cut into must not show."""
     golden = np.load(GOLDEN / "llama_dynamic" / "golden.npz")
     driver = teacher_forcing(load(GOLDEN / "llama_dynamic"), row_counts=(16, 160), max_len=168)
@@ -166,7 +166,7 @@ def test_all_problems_are_listed_at_once(folder):
         tensors["extra.weight"] = np.zeros(3, np.float32)
         tensors["model.norm.weight"] = np.zeros(HIDDEN + 1, np.float32)
 
-    with pytest.raises(ValueError, match="missing.*up_proj.*not understood.*extra.*model.norm.weight has shape"):
+    with pytest.raises(ValueError, match=r"missing.*up_proj.*not understood.*extra.*model\.norm\.weight has shape"):
         load(folder(change))
 
 

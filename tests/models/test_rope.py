@@ -52,7 +52,7 @@ def test_inverse_frequencies_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_tables_are_cos_and_sin_of_the_golden_frequencies(name):
-    """"dynamic" has its base from the length of the prompt, whichever of its tokens are in the batch."""
+    """ "dynamic" has its base from the length of the prompt, whichever of its tokens are in the batch."""
     case = CASES[name]
     length = case["seq_len"] or 1000
     positions = np.array([0, 1, 2, 17, 100, length - 1], np.int32)

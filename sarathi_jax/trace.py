@@ -1,0 +1,180 @@
+"""A run as a timeline: trace-event JSON, for ui.perfetto.dev and chrome://tracing.
+
+Format: "Trace Event Format" (Google), the events X (complete), C (counter) and M (metadata), times in microseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sarathi_jax.metrics import Report
+from sarathi_jax.outputs import ChunkStats
+
+_ITERATIONS, _HOST, _PREFILLS, _DECODES, _COUNTERS = range(1, 6)
+_PROCESSES = {
+    _ITERATIONS: "iterations",
+    _HOST: "host",
+    _PREFILLS: "prefill chunks",
+    _DECODES: "decodes",
+    _COUNTERS: "counters",
+}
+
+
+def write_trace(report: Report, path: str | Path) -> int:
+    """Write the timeline of a run, event by event, and return their number. Time 0 is `report.start_s`.
+
+    Lanes: iterations; the host's time in each (all of it at the iteration's start: only its sum is known); prefill
+    chunks, as many lanes as run side by side; decodes, a lane for a request from its first to its last. With lookahead
+    an iteration begins before the one before it is read: iterations then take turns in two lanes, and chunks are drawn
+    from when the one before was read, as the device runs them one after another. Counters: tokens of an iteration,
+    pages held, requests running and waiting.
+    """
+    count = 0
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for event in _events(report):
+            file.write(",\n" if count else "")
+            file.write(json.dumps(event, allow_nan=False, separators=(",", ":")))
+            count += 1
+        file.write("\n]}\n")
+    return count
+
+
+class _Lanes:
+    """Lanes of one process: each span goes to the lowest lane that is free at its start."""
+
+    def __init__(self, pid: int, title: str):
+        self.pid, self.title = pid, title
+        self._ends: list[int] = []
+
+    def place(self, start: int, end: int) -> tuple[int, Iterator[dict[str, Any]]]:
+        """The lane (from 1), and the event that names it if it is new."""
+        for i, free_from in enumerate(self._ends):
+            if free_from <= start:
+                self._ends[i] = end
+                return i + 1, iter(())
+        self._ends.append(end)
+        return len(self._ends), iter((_name("thread_name", self.pid, len(self._ends), self._title(len(self._ends))),))
+
+    def _title(self, lane: int) -> str:
+        return self.title if lane == 1 else f"{self.title} {lane}"
+
+
+class _Slots:
+    """Lanes that requests hold from `take` to `release`."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._free: list[int] = []
+        self._held: dict[str, int] = {}
+
+    def take(self, key: str) -> tuple[int, bool]:
+        """The lane (from 1), and whether it is new."""
+        if key in self._held:
+            return self._held[key], False
+        new = not self._free
+        self.num += new
+        self._held[key] = self.num if new else heapq.heappop(self._free)
+        return self._held[key], new
+
+    def release(self, key: str) -> None:
+        heapq.heappush(self._free, self._held.pop(key))
+
+
+def _events(report: Report) -> Iterator[dict[str, Any]]:
+    ns = lambda time_s: round((time_s - report.start_s) * 1e9)  # whole numbers: neighbours touch and do not overlap
+    for pid, title in _PROCESSES.items():
+        yield _name("process_name", pid, 0, title)
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    prompt_lens = {record.request_id: record.prompt_len for record in report.requests}
+    last_decode = {
+        _key(chunk): i
+        for i, step in enumerate(report.iterations)
+        for chunk in step.chunks
+        if _is_decode(chunk, prompt_lens)
+    }
+    iterations, host = _Lanes(_ITERATIONS, "iterations"), _Lanes(_HOST, "host")
+    prefills, slots, read_ns = _Lanes(_PREFILLS, "prefill"), _Slots(), 0
+    for i, step in enumerate(report.iterations):
+        start, end = ns(step.start_s), ns(step.start_s + step.wall_s)
+        args = {
+            "iteration": i,
+            "prefill_tokens": step.num_prefill_tokens,
+            "decode_tokens": step.num_decode_tokens,
+            "padding": step.num_padding,
+            "preempted": step.num_preempted,
+            "host_ms": step.host_s * 1e3,
+        }
+        lane, names = iterations.place(start, end)
+        yield from names
+        yield _span(f"{step.num_seqs} seqs", _ITERATIONS, lane, start, end, args)
+        host_end = min(ns(step.start_s + step.host_s), end)
+        lane, names = host.place(start, host_end)
+        yield from names
+        yield _span("host", _HOST, lane, start, host_end, {"iteration": i})
+        start = min(max(start, read_ns), end)
+        read_ns = max(end, read_ns)
+        for chunk in step.chunks:
+            key, args = _key(chunk), {"iteration": i, "start": chunk.start, "tokens": chunk.num_tokens}
+            if _is_decode(chunk, prompt_lens):
+                lane, new = slots.take(key)
+                if new:
+                    yield _name("thread_name", _DECODES, lane, f"decode {lane}")
+                yield _span(key, _DECODES, lane, start, end, args)
+                if last_decode[key] == i:
+                    slots.release(key)
+            else:
+                lane, names = prefills.place(start, end)
+                yield from names
+                yield _span(f"{key} [{chunk.start}, +{chunk.num_tokens})", _PREFILLS, lane, start, end, args)
+        at = ns(step.start_s)
+        rows = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens, "padding": step.num_padding}
+        yield _counter("rows", at, rows)
+        yield _counter("pages held", at, {"held": step.num_pages_held})
+    yield from _queue_counters(report, ns)
+
+
+def _queue_counters(report: Report, ns: Any) -> Iterator[dict[str, Any]]:
+    """Requests waiting (arrived, never scheduled) and running (scheduled, not ended), at every change."""
+    changes: list[tuple[int, int, int]] = []
+    for record in report.requests:
+        if record.status == "rejected":
+            continue
+        ended = record.token_s[-1] if record.status == "finished" and record.token_s else report.end_s
+        scheduled = ended if record.first_scheduled_s is None else record.first_scheduled_s
+        changes.append((ns(record.arrival_s), 1, 0))
+        changes.append((ns(scheduled), -1, 1))
+        changes.append((ns(ended), 0, -1))
+    waiting = running = 0
+    changes.sort()
+    for i, (at, more_waiting, more_running) in enumerate(changes):
+        waiting, running = waiting + more_waiting, running + more_running
+        if i + 1 == len(changes) or changes[i + 1][0] != at:
+            yield _counter("requests", at, {"running": running, "waiting": waiting})
+
+
+def _is_decode(chunk: ChunkStats, prompt_lens: dict[str, int]) -> bool:
+    """One token beyond the prompt: a prompt's last chunk may have one token as well."""
+    return chunk.num_tokens == 1 and chunk.start >= prompt_lens.get(chunk.request_id, 0)
+
+
+def _key(chunk: ChunkStats) -> str:
+    return chunk.request_id if chunk.index == 0 else f"{chunk.request_id}/{chunk.index}"
+
+
+def _span(name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
+    }  # fmt: skip
+
+
+def _counter(name: str, at: int, values: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": _COUNTERS, "tid": 0, "ts": at / 1e3, "args": values}
+
+
+def _name(kind: str, pid: int, tid: int, title: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": title}}
