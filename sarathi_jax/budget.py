@@ -43,8 +43,9 @@ class Sample(NamedTuple):
 class TimeModel:
     """Seconds of an iteration, predicted. `shapes` (rows) and `shape_s` are the table; the rest multiply features.
 
-    per_decode_s: a decode; per_decode_key_s: a key that a decode reads; per_chunk_s: a chunk; per_pair_s: a (query, key)
-    pair of a chunk; per_chunk_key_s: a key that a chunk reads. `machine` says where it was measured, and
+    per_decode_s: a decode; per_decode_key_s: a key that a decode walks; per_chunk_s: a chunk; per_pair_s: a pair of
+    query and key of a chunk; per_chunk_key_s: a key that a chunk reads. Decodes walk their keys in groups of `decode_group`
+    neighbours by length, each as far as the longest of its group. `machine` says where it was measured, and
     `median_error` how well it predicts what it was not fitted to (relative; None if nothing was held out).
     """
 
@@ -55,17 +56,15 @@ class TimeModel:
     per_chunk_s: float
     per_pair_s: float
     per_chunk_key_s: float
+    decode_group: int = 1
     machine: str = ""
     median_error: float | None = None
 
-    def __call__(self, num_decodes: int, decode_context: int, chunks: Sequence[tuple[int, int]]) -> float:
-        """Seconds of an iteration of `num_decodes` decodes that read `decode_context` keys in all, and these chunks."""
-        work = _attention_features(num_decodes, decode_context, chunks)
-        rows = num_decodes + sum(tokens for _, tokens in chunks)
+    def __call__(self, decodes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> float:
+        """Seconds of an iteration of decodes, by context length, and chunks (start, tokens)."""
+        work = _attention_features(decodes, chunks, self.decode_group)
+        rows = len(decodes) + sum(tokens for _, tokens in chunks)
         return self.shape_time(rows) + sum(w * c for w, c in zip(work, self._coefficients, strict=True))
-
-    def predict(self, iteration: Iteration) -> float:
-        return self(len(iteration.decodes), sum(iteration.decodes), iteration.chunks)
 
     def shape_time(self, num_tokens: int) -> float:
         """Seconds of the smallest shape that holds `num_tokens` rows, without attention; beyond the table, in
@@ -88,17 +87,21 @@ class TimeModel:
         """ValueError for a file that is not one of `save`."""
         try:
             values: dict[str, Any] = json.loads(path.read_text())
-            model = cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-            model.predict(Iteration((1,), ((0, 2),)))
+            arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            model = cls(**arguments)
+            model((1,), ((0, 2),))
         except (OSError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is not a saved time model ({error}); delete it and calibrate again") from error
         return model
 
 
-def _attention_features(num_decodes: int, decode_context: int, chunks: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+def _attention_features(decodes: Sequence[int], chunks: Sequence[tuple[int, int]], group: int) -> tuple[float, ...]:
+    """Decodes, keys they walk, chunks, (query, key) pairs of chunks, keys that chunks read."""
+    by_length = sorted(decodes, reverse=True)
+    walked = sum(by_length[i] * len(by_length[i : i + group]) for i in range(0, len(by_length), group))
     pairs = sum(tokens * start + tokens * (tokens + 1) / 2 for start, tokens in chunks)
     keys = sum(start + tokens for start, tokens in chunks)
-    return float(num_decodes), float(decode_context), float(len(chunks)), pairs, float(keys)
+    return float(len(decodes)), float(walked), float(len(chunks)), pairs, float(keys)
 
 
 def profile_plan(
@@ -135,7 +138,12 @@ def profile_plan(
 
 
 def fit(
-    samples: Iterable[Sample], shapes: Sequence[int], *, held_out: Iterable[Sample] = (), machine: str = ""
+    samples: Iterable[Sample],
+    shapes: Sequence[int],
+    *,
+    held_out: Iterable[Sample] = (),
+    decode_group: int = 1,
+    machine: str = "",
 ) -> TimeModel:
     """The time model of these samples, in relative least squares with no negative term.
 
@@ -149,7 +157,7 @@ def fit(
     for row, sample in zip(columns, samples, strict=True):
         row[used.index(_row_shape(shapes, sample.iteration.num_tokens))] = 1.0
         it = sample.iteration
-        row[len(used) :] = _attention_features(len(it.decodes), sum(it.decodes), it.chunks)
+        row[len(used) :] = _attention_features(it.decodes, it.chunks, decode_group)
     seconds = np.array([sample.seconds for sample in samples])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise ValueError("every sample must have a positive, finite time")
@@ -164,11 +172,12 @@ def fit(
         per_chunk_s=per_chunk,
         per_pair_s=per_pair,
         per_chunk_key_s=per_chunk_key,
+        decode_group=decode_group,
         machine=machine,
     )
     if not held_out:
         return model
-    errors = [abs(model.predict(s.iteration) - s.seconds) / s.seconds for s in held_out]
+    errors = [abs(model(*s.iteration) - s.seconds) / s.seconds for s in held_out]
     return replace(model, median_error=float(np.median(errors)))
 
 
@@ -220,13 +229,13 @@ def choose_budget(
     smallest = round_up(max_num_seqs + 1, tile)
 
     def seconds(budget: int) -> float:
-        return model(max_num_seqs, max_num_seqs * context, [(context, budget - max_num_seqs)])
+        return model([context] * max_num_seqs, [(context, budget - max_num_seqs)])
 
     fitting = [b for b in range(smallest, largest + 1, tile) if seconds(b) <= tbt_slo_s]
     if not fitting:
         raise ValueError(
             f"no token budget holds tbt_slo_s={tbt_slo_s}: {max_num_seqs} decodes at {context} tokens and the smallest "
             f"chunk ({smallest - max_num_seqs} tokens) are predicted to take {seconds(smallest):.4f} s, the decodes "
-            f"alone {model(max_num_seqs, max_num_seqs * context, []):.4f} s; raise tbt_slo_s or lower max_num_seqs"
+            f"alone {model([context] * max_num_seqs, []):.4f} s; raise tbt_slo_s or lower max_num_seqs"
         )
     return fitting[-1]

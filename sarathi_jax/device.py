@@ -34,6 +34,18 @@ def default_token_budget() -> int:
     return 128 if platform() == "cpu" else 512
 
 
+def max_token_budget() -> int:
+    """Largest budget that calibration looks at."""
+    return 512 if platform() == "cpu" else 2048
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of that name in the user's cache, private, made if it is not there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi_jax" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def resolve_dtype(name: str) -> jnp.dtype:
     """The dtype of weights and cache: "float32", "bfloat16", or "auto" for the faster one here.
 
@@ -107,10 +119,8 @@ def compilation_cache(enabled: bool) -> Iterator[None]:
         return
     from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sarathi_jax" / "xla"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds programs: nobody else may write there
     settings = {
-        "jax_compilation_cache_dir": str(root),
+        "jax_compilation_cache_dir": str(cache_folder("xla")),  # it holds programs: nobody else may write there
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

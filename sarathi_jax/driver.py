@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class Items(Protocol):
 
     def __getitem__(self, i: int, /) -> Any: ...
 
-    def token_ids(self, i: int, vocab_size: int, seed: int) -> Iterable[int]: ...
+    def token_ids(self, i: int, /, *, vocab_size: int, seed: int) -> Iterable[int]: ...
 
 
 class RunFailed(RuntimeError):
@@ -111,10 +111,10 @@ class _Live:
 class Progress:
     """How far a run has come: what `stop_when` decides on.
 
-    `num_requests` and `num_gaps` are those of the whole run: no more gaps between tokens can come.
+    `num_requests` and `num_gaps` are those of the whole run: no more gaps between tokens can come (None: not known).
     """
 
-    def __init__(self, *, num_requests: int, num_gaps: int):
+    def __init__(self, *, num_requests: int, num_gaps: int | None):
         self.num_requests = num_requests
         self.num_gaps = num_gaps
         self.num_sent = 0
@@ -182,7 +182,9 @@ def run_open_loop(
     if max_wall_s is not None:
         check_number("max_wall_s", max_wall_s, 1e-9, 1e12, "seconds > 0, or None")
     if isinstance(num_warm_up, bool) or not isinstance(num_warm_up, int) or not 0 <= num_warm_up <= len(workload):
-        raise ValueError(f"num_warm_up={num_warm_up!r} must be an integer from 0 to the {len(workload)} of the workload")
+        raise ValueError(
+            f"num_warm_up={num_warm_up!r} must be an integer from 0 to the {len(workload)} of the workload"
+        )
     planned = [_plan(server, workload, i, params, seed) for i in range(len(workload))]
     planned.sort(key=lambda request: request.arrival_s)  # stable
     warm_up = _warm_up(server, planned[:num_warm_up], seed) if num_warm_up else None
@@ -196,7 +198,8 @@ def run_open_loop(
             cause = error.__cause__
             text = f"{type(cause).__name__}: {cause}"
             raise RunFailed(text, run.finish("failed", text, warm_up, f"step raised {text}")) from cause
-        except BaseException:
+        except BaseException:  # of a hook, say: nothing stays alive in the server
+            run.on_request = None
             run.finish("aborted", None, warm_up, None)
             raise
     return run.finish("aborted", None, warm_up, stopped)
@@ -224,14 +227,14 @@ class _Run:
         self.iterations: list[StepStats] = []
         self.progress = Progress(
             num_requests=len(planned),
-            num_gaps=sum(max((request.params.max_tokens or 1) - 1, 0) for request in planned),
+            num_gaps=_num_gaps(planned),
         )
-        self._on_request, self._on_iteration = on_request, on_iteration
+        self.on_request, self._on_iteration = on_request, on_iteration
         self._last_step = server.last_step
         self._num_compiled: int | None = getattr(server, "num_compiled", None)
 
     def loop(
-        self, max_wall_s: float | None, stop_when: Callable[[Progress], bool] | None, bar: Callable[[int], None]
+        self, max_wall_s: float | None, stop_when: Callable[[Progress], bool] | None, bar: Callable[[int], object]
     ) -> str | None:
         """Until all is done (None), or a reason to stop."""
         server, queue, num_idle, last = self.server, self.queue, 0, (-1.0, -1)
@@ -348,8 +351,8 @@ class _Run:
         self.live.pop(planned.request_id, None)
         self.progress._waiting.pop(planned.request_id, None)
         self.progress.num_ended += 1
-        if self._on_request is not None:
-            self._on_request(record)
+        if self.on_request is not None:
+            self.on_request(record)
 
 
 def _plan(
@@ -357,7 +360,7 @@ def _plan(
 ) -> _Planned:
     """Made before the clock starts: prompts cost time."""
     item = workload[i]
-    prompt = np.asarray(workload.token_ids(i, server.vocab_size, seed), dtype=np.int32)
+    prompt = np.asarray(workload.token_ids(i, vocab_size=server.vocab_size, seed=seed), dtype=np.int32)
     if params is None:
         chosen = SamplingParams(temperature=0, max_tokens=item.num_decode_tokens, ignore_eos=True)
     else:
@@ -365,6 +368,12 @@ def _plan(
     if chosen.n != 1:
         raise ValueError(f"params gives n={chosen.n} for item {i}: a run measures requests of one generation each, n=1")
     return _Planned(f"r{i}", item, item.arrived_at_s, prompt, chosen)
+
+
+def _num_gaps(planned: list[_Planned]) -> int | None:
+    """Most gaps between tokens that there can be; None where a request has no limit."""
+    limits = [request.params.max_tokens for request in planned]
+    return None if None in limits else sum(limit - 1 for limit in limits if limit is not None)
 
 
 def _warm_up(server: Server, planned: list[_Planned], seed: int) -> WarmUp:
@@ -375,15 +384,19 @@ def _warm_up(server: Server, planned: list[_Planned], seed: int) -> WarmUp:
         ids = rng.integers(server.vocab_size, size=len(request.prompt)).tolist()
         with contextlib.suppress(ValueError):  # refused: the run will say so
             server.add_request(f"warm-up-{i}", prompt_token_ids=ids, params=request.params, arrival_time=start_s)
-    while server.has_unfinished:
-        server.step()
-        seen += server.last_step is not last
-        last = server.last_step
+    try:
+        while server.has_unfinished:
+            server.step()
+            seen += server.last_step is not last
+            last = server.last_step
+    finally:
+        for i in range(len(planned)):
+            server.abort(f"warm-up-{i}")
     return WarmUp(num_requests=len(planned), num_iterations=seen, wall_s=server.now() - start_s)
 
 
 @contextlib.contextmanager
-def _bar(progress: bool | None, total: int):
+def _bar(progress: bool | None, total: int) -> Iterator[Callable[[int], object]]:
     """A function that takes the number of requests ended."""
     if progress is False:
         yield lambda done: None

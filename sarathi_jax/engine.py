@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from sarathi_jax import device
+from sarathi_jax import device, profiler
+from sarathi_jax.budget import TimeModel, choose_budget
 from sarathi_jax.config import CacheConfig, check_number, check_positive
-from sarathi_jax.detokenizer import Detokenizer
+from sarathi_jax.generation import Generation, LiveRequest
 from sarathi_jax.models.checkpoint import open_checkpoint
 from sarathi_jax.models.decoder import Decoder
 from sarathi_jax.models.weights import load_weights
-from sarathi_jax.outputs import (
-    ChunkStats,
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    StepStats,
-)
+from sarathi_jax.outputs import ChunkStats, RequestOutput, StepStats
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Request, SamplingParams, Sequence
-from sarathi_jax.runner import DeviceStep, ModelRunner, ReadStep, TokenScores
-from sarathi_jax.schedulers import Sarathi, SchedulerConfig
+from sarathi_jax.runner import DeviceStep, ModelRunner, ReadStep
+from sarathi_jax.schedulers import Sarathi, Scheduler, SchedulerConfig
 from sarathi_jax.shapes import Shapes
 from sarathi_jax.tokenizer import Tokenizer
-
-
-@dataclass(eq=False, kw_only=True)
-class _Generation:
-    """One sequence with what its caller sees of it."""
-
-    seq: Sequence
-    detokenizer: Detokenizer | None
-    metrics: RequestMetrics
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        return self.detokenizer.text if self.detokenizer else ""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Live:
-    """A request until all its generations have ended."""
-
-    request: Request
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    generations: list[_Generation] = field(default_factory=list)
 
 
 class Engine:
@@ -65,6 +36,9 @@ class Engine:
     One thread calls it. `clock` gives seconds; all times in outputs are its. `lookahead` 1 plans and dispatches a step
     before the tokens of the one before it are read, so that the device never waits for the host; 0 reads each step
     first. None chooses 1 on accelerators and 0 on a CPU, where host and device share the cores. Outputs are the same.
+
+    Shapes are made for the scheduler's largest iteration, and for `max_step_tokens` if that is more (for a later
+    `set_scheduler`). `Sarathi(token_budget="auto", tbt_slo_s=...)` is measured at `warm_up`.
     """
 
     def __init__(
@@ -77,6 +51,7 @@ class Engine:
         max_model_len: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
         lookahead: int | None = None,
+        max_step_tokens: int = 1,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -106,15 +81,14 @@ class Engine:
             config, cache, dtype=dtype, max_num_seqs=scheduler.max_num_seqs, max_model_len=max_model_len
         )
         self.pool = PagePool(num_pages, cache.page_size)
-        self.scheduler = scheduler.build(
-            self.pool,
-            max_model_len=max_model_len,
-            tile=device.tile(),
-            lookahead=lookahead,
-            default_token_budget=device.default_token_budget(),
-        )
+        self._lookahead = lookahead
+        self._auto: Sarathi | None = None
+        if isinstance(scheduler, Sarathi) and scheduler.token_budget == "auto":
+            self._auto = scheduler
+            scheduler = scheduler.resolved(device.max_token_budget())
+        self.scheduler = self._build(scheduler)
         shapes = Shapes.make(
-            max_tokens=self.scheduler.max_step_tokens,
+            max_tokens=max(self.scheduler.max_step_tokens, max_step_tokens),
             tile=device.tile(),
             max_num_seqs=scheduler.max_num_seqs,
             max_model_len=max_model_len,
@@ -126,8 +100,8 @@ class Engine:
         """The iteration read last, for whoever wants to watch."""
         self._clock = clock
         self._rng = np.random.default_rng(seed)
-        self._live: dict[str, _Live] = {}
-        self._by_sequence: dict[int, tuple[_Live, _Generation]] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._by_sequence: dict[int, tuple[LiveRequest, Generation]] = {}
         self._in_flight: deque[_Flight] = deque()
         self._next_seq_id = 0
 
@@ -158,8 +132,6 @@ class Engine:
 
     def warm_up(self, *, compile_cache: bool = True, progress: bool | None = None) -> float:
         """Compile and run every shape, so that nothing compiles later. Returns the seconds it took."""
-        from tqdm import tqdm
-
         with (
             device.compilation_cache(compile_cache),
             tqdm(
@@ -171,7 +143,50 @@ class Engine:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            return self.runner.warm_up(progress=report)
+            seconds = self.runner.warm_up(progress=report)
+        if self._auto is not None:
+            self._resolve_budget(self._auto, keep=compile_cache, progress=progress)
+        return seconds
+
+    def time_model(self, *, keep: bool = True, progress: bool | None = None) -> TimeModel:
+        """How long iterations take here: measured once (about a minute), on an idle engine that is warm.
+
+        `keep`: in the user's cache folder, from where the next engine on the same machine, model and shapes takes it.
+        """
+        self._require_idle("time_model")
+        machine = profiler.machine(self.runner)
+        path = device.cache_folder("time_models") / f"{hashlib.sha256(machine.encode()).hexdigest()[:24]}.json"
+        if keep and path.exists():
+            with contextlib.suppress(ValueError):  # unreadable: measured again
+                model = TimeModel.load(path)
+                if model.machine == machine:
+                    return model
+        disable = None if progress is None else not progress
+        with tqdm(desc="calibrating", unit=" iterations", leave=False, disable=disable) as bar:
+
+            def report(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            model = profiler.calibrate(self.runner, max_model_len=self.max_model_len, progress=report)
+        if keep:
+            model.save(path)
+        return model
+
+    def set_scheduler(self, config: SchedulerConfig) -> None:
+        """Another policy on the same pool and programs; only while idle.
+
+        ValueError if its iterations can be larger than the largest shape, or more than max_num_seqs sequences.
+        """
+        self._require_idle("set_scheduler")
+        scheduler, shapes = self._build(config), self.runner.shapes
+        if scheduler.max_step_tokens > shapes.num_tokens[-1] or config.max_num_seqs > shapes.num_slots:
+            raise ValueError(
+                f"{config} plans up to {scheduler.max_step_tokens} tokens and {config.max_num_seqs} sequences; this "
+                f"engine's shapes hold {shapes.num_tokens[-1]} and {shapes.num_slots}: make it with max_step_tokens="
+                f"{scheduler.max_step_tokens} and a max_num_seqs of {config.max_num_seqs}"
+            )
+        self.scheduler = scheduler
 
     @property
     def has_unfinished(self) -> bool:
@@ -220,22 +235,14 @@ class Engine:
             arrival_time_s=now if arrival_time is None else arrival_time,
             priority=priority,
         )
-        scores: list[dict[int, Logprob] | None] | None = None
-        if params.prompt_logprobs is not None:
-            scores = [None for _ in token_ids]
-        live = _Live(request=request, prompt_logprobs=scores)
+        live = LiveRequest(request=request, tokenizer=self.tokenizer)
         seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
         for index in range(params.n):
             seq = Sequence(request, self._next_seq_id, index=index, seed=seed)
             seq.max_total_tokens = self._max_total_tokens(len(token_ids), params.max_tokens)
             self.scheduler.add(seq)  # may refuse, the first or none: all are alike
             self._next_seq_id += 1
-            generation = _Generation(
-                seq=seq,
-                detokenizer=self._detokenizer(seq),
-                metrics=RequestMetrics(arrival_s=request.arrival_time_s),
-                logprobs=None if params.logprobs is None else [],
-            )
+            generation = Generation(seq, self.tokenizer)
             live.generations.append(generation)
             self._by_sequence[seq.seq_id] = live, generation
         self._live[request_id] = live
@@ -270,6 +277,32 @@ class Engine:
         """AssertionError unless every page is free, cached or held, and held by exactly the sequences alive."""
         self.pool.check_integrity([generation.seq for _, generation in self._by_sequence.values()])
 
+    def _build(self, config: SchedulerConfig) -> Scheduler:
+        return config.build(
+            self.pool,
+            max_model_len=self.max_model_len,
+            tile=device.tile(),
+            lookahead=self._lookahead,
+            default_token_budget=device.default_token_budget(),
+        )
+
+    def _resolve_budget(self, config: Sarathi, *, keep: bool, progress: bool | None) -> None:
+        """The largest budget that holds the SLO with all decodes and the chunk half-way through the model's length."""
+        assert config.tbt_slo_s is not None
+        budget = choose_budget(
+            self.time_model(keep=keep, progress=progress),
+            tbt_slo_s=config.tbt_slo_s,
+            max_num_seqs=config.max_num_seqs,
+            context=max(self.max_model_len // 2, 1),
+            tile=device.tile(),
+        )
+        self.set_scheduler(config.resolved(budget))
+
+    def _require_idle(self, what: str) -> None:
+        if self._live:
+            raise ValueError(f"{what} needs an idle engine; {len(self._live)} requests have not ended")
+        self._in_flight.clear()  # steps of requests that have ended; nobody waits for them
+
     def _prompt_ids(self, prompt: str | None, token_ids: Iterable[int] | None) -> tuple[int, ...]:
         if (prompt is None) == (token_ids is None):
             raise ValueError("give either prompt (text) or prompt_token_ids, and not both")
@@ -296,81 +329,28 @@ class Engine:
             return max(min(self.max_model_len, room), prompt_len + 1)
         return min(self.max_model_len, prompt_len + max_tokens)
 
-    def _detokenizer(self, seq: Sequence) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        p = seq.params
-        return Detokenizer(
-            self.tokenizer, seq.prompt_token_ids, stop=tuple(p.stop or ()), include_stop=p.include_stop_str_in_output,
-            skip_special_tokens=p.skip_special_tokens,
-        )  # fmt: skip
-
     def _update(self, flight: _Flight, step: ReadStep, now: float) -> list[RequestOutput]:
         """Tokens to their sequences, ends found and pages released, one output for each request that changed."""
-        changed: dict[int, tuple[_Live, list[_Generation]]] = {}
+        changed: dict[int, tuple[LiveRequest, list[Generation]]] = {}
         for i, chunk in enumerate(flight.step.chunks):
             entry = self._by_sequence.get(chunk.sequence.seq_id)
             if entry is None:  # ended while the step was on its way
                 continue
             live, generation = entry
-            if step.prompt_scores is not None and live.prompt_logprobs is not None:
-                self._add_prompt_scores(live, chunk, step.prompt_scores, step.first_rows[i])
+            if step.prompt_scores is not None:
+                live.add_prompt_scores(chunk, step.prompt_scores, step.first_rows[i])
             if chunk.samples:
-                scores = None if step.scores is None or generation.logprobs is None else step.scores
-                self._add_token(generation, step.tokens[i], scores, i, now)
+                generation.add_token(step.tokens[i], step.scores, i, eos_token_ids=self.eos_token_ids, now=now)
                 changed.setdefault(id(live), (live, []))[1].append(generation)
+                if generation.finish_reason is not None:
+                    self.scheduler.finish(generation.seq)
+                    del self._by_sequence[generation.seq.seq_id]
         outputs = []
         for live, generations in changed.values():
-            outputs.append(_output(live, set(map(id, generations))))
+            outputs.append(live.output(generations))
             if outputs[-1].finished:
                 del self._live[live.request.request_id]
         return outputs
-
-    def _add_token(self, generation: _Generation, token: int, scores: TokenScores | None, row: int, now: float) -> None:
-        seq, p = generation.seq, generation.seq.params
-        seq.output_token_ids.append(token)
-        seq.num_pending -= 1
-        generation.metrics.token_s.append(now)
-        generation.metrics.first_scheduled_s = seq.first_scheduled_s
-        generation.metrics.num_preemptions = seq.num_preemptions
-        if generation.logprobs is not None and scores is not None:
-            generation.logprobs.append(self._candidates(scores, row, token, p.logprobs or 0))
-        num_outputs = len(seq.output_token_ids)
-        if token in (p.stop_token_ids or ()):
-            generation.finish_reason, generation.stop_reason = "stop", token
-        elif token in self.eos_token_ids and not p.ignore_eos:
-            generation.finish_reason = "stop"
-        detokenizer = generation.detokenizer
-        hidden = generation.finish_reason and not p.include_stop_str_in_output  # the text ends before the stop token
-        if detokenizer is not None and not hidden and detokenizer.push(token, check_stop=num_outputs >= p.min_tokens):
-            generation.finish_reason, generation.stop_reason = "stop", detokenizer.stop_reason
-        if generation.finish_reason is None and seq.prompt_len + num_outputs >= seq.max_total_tokens:
-            generation.finish_reason = "length"
-        if generation.finish_reason is not None:
-            # What was held back comes out now, and may complete a stop string.
-            if detokenizer is not None and detokenizer.finish():
-                generation.finish_reason, generation.stop_reason = "stop", detokenizer.stop_reason
-            self.scheduler.finish(seq)
-            del self._by_sequence[seq.seq_id]
-
-    def _add_prompt_scores(self, live: _Live, chunk, scores: TokenScores, first_row: int) -> None:
-        if chunk.sequence.index:
-            return
-        ids, entries = live.request.prompt_token_ids, live.prompt_logprobs
-        assert entries is not None
-        for position in range(chunk.start + 1, min(chunk.end + 1, len(ids))):
-            row = first_row + position - 1 - chunk.start
-            k = live.request.params.prompt_logprobs or 0
-            entries[position] = self._candidates(scores, row, ids[position], k)
-
-    def _candidates(self, scores: TokenScores, row: int, chosen: int, k: int) -> dict[int, Logprob]:
-        """The k likeliest tokens of a row, best first, and the chosen one."""
-        decode = lambda token: self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else ""
-        top = zip(scores.top_ids[row, :k].tolist(), scores.top[row, :k].tolist(), strict=True)
-        found = {token: Logprob(value, rank, decode(token)) for rank, (token, value) in enumerate(top, 1)}
-        if chosen not in found:
-            found[chosen] = Logprob(float(scores.chosen[row]), None, decode(chosen))
-        return found
 
     def _record(self, flight: _Flight, *, host_s: float) -> None:
         chunks = tuple(
@@ -400,28 +380,3 @@ class _Flight:
     start_s: float
     num_preempted: int
     num_pages_held: int
-
-
-def _output(live: _Live, changed: set[int]) -> RequestOutput:
-    """A snapshot; only the generations that changed hand out their new text."""
-    request = live.request
-    completions = tuple(
-        CompletionOutput(
-            index=g.seq.index,
-            text=g.text,
-            delta=g.detokenizer.take_delta() if g.detokenizer and id(g) in changed else "",
-            token_ids=list(g.seq.output_token_ids),
-            finish_reason=g.finish_reason,
-            stop_reason=g.stop_reason,
-            logprobs=None if g.logprobs is None else list(g.logprobs),
-            metrics=g.metrics,
-        )
-        for g in live.generations
-    )
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        prompt_logprobs=live.prompt_logprobs,
-        outputs=completions,
-    )

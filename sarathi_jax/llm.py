@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from sarathi_jax.engine import Engine
 from sarathi_jax.outputs import RequestOutput
@@ -18,6 +21,8 @@ Prompt = str | Mapping[str, Any]
 class LLM:
     """A model and an engine for whole batches of prompts. Arguments as `Engine.load`.
 
+    Streams may be open while others run. Requests added to `engine` directly are for whoever steps it directly.
+
     >>> llm = LLM("smollm2-135m-instruct", scheduler=Sarathi(token_budget=128))
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
     """
@@ -25,6 +30,7 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any):
         self.engine = Engine.load(model, **options)
         self._ids = (f"llm-{i}" for i in itertools.count())
+        self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests made here, until they are taken
 
     @property
     def tokenizer(self):
@@ -71,20 +77,54 @@ class LLM:
         """One prompt (or conversation), its output after every token; `delta` is the new text. Leaving early aborts."""
         if not isinstance(prompt, (str, Mapping)):
             prompt = {"prompt_token_ids": self._encode_chat(prompt, template_options)}
-        request_id = next(self._ids)
-        self.engine.add_request(request_id, **_split(0, prompt), params=params)
-        return self._stream(request_id)
+        stream = self._stream(_split(0, prompt), params)
+        next(stream)  # runs to the point where the request is in, and from where dropping the iterator aborts it
+        return stream  # pyright: ignore[reportReturnType]
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+    def _stream(self, prompt: dict[str, Any], params: SamplingParams | None) -> Iterator[RequestOutput | None]:
+        (request_id,) = self._add([prompt], [params])
         try:
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finished:
-                            return
+            yield None
+            outputs = self._outputs[request_id]
+            while True:
+                while outputs:
+                    output = outputs.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._step()
         finally:
+            self._drop([request_id])
+
+    def _add(self, prompts: Seq[dict[str, Any]], params: Seq[SamplingParams | None]) -> list[str]:
+        """Queue all prompts or none."""
+        ids: list[str] = []
+        try:
+            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                request_id = next(self._ids)
+                try:
+                    self.engine.add_request(request_id, **prompt, params=param)
+                except ValueError as error:
+                    raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from error
+                ids.append(request_id)
+                self._outputs[request_id] = deque()
+        except BaseException:
+            self._drop(ids)
+            raise
+        return ids
+
+    def _drop(self, ids: Iterable[str]) -> None:
+        for request_id in ids:
             self.engine.abort(request_id)
+            self._outputs.pop(request_id, None)
+
+    def _step(self) -> None:
+        """One iteration; its outputs to those who wait for them, whoever of them runs the engine."""
+        if not self.engine.has_unfinished:
+            raise RuntimeError("requests still awaited here are gone from the engine: another caller aborted them")
+        for output in self.engine.step():
+            if output.request_id in self._outputs:
+                self._outputs[output.request_id].append(output)
 
     def _encode_chat(self, messages: Any, template_options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
@@ -94,30 +134,24 @@ class LLM:
     def _run(
         self, prompts: list[dict[str, Any]], params: list[SamplingParams | None], progress: bool | None
     ) -> list[RequestOutput]:
-        from tqdm import tqdm
-
-        ids: list[str] = []
-        finished: dict[str, RequestOutput] = {}
+        ids = self._add(prompts, params)
+        running, finished = set(ids), {}
+        disable = None if progress is None else not progress
         try:
-            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-                request_id = next(self._ids)
-                try:
-                    self.engine.add_request(request_id, **prompt, params=param)
-                except ValueError as error:
-                    raise ValueError(f"prompt {i}: {error}") from error
-                ids.append(request_id)
-            disable = None if progress is None else not progress
             with tqdm(
                 total=len(ids), desc="generating", unit=" prompts", delay=1.0, leave=False, disable=disable
             ) as bar:
-                while len(finished) < len(ids):
-                    for output in self.engine.step():
-                        if output.finished:
-                            finished[output.request_id] = output
+                while running:
+                    self._step()
+                    for request_id in running & self._outputs.keys():
+                        outputs = self._outputs[request_id]
+                        if outputs and outputs[-1].finished:
+                            finished[request_id] = outputs[-1]
+                            running.remove(request_id)
                             bar.update()
+                        outputs.clear()
         finally:
-            for request_id in ids:  # on an error or an interrupt nothing stays behind
-                self.engine.abort(request_id)
+            self._drop(ids)  # on an error or an interrupt nothing stays behind
         return [finished[request_id] for request_id in ids]
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from sarathi_jax import budget
+from sarathi_jax.attention import xla
 from sarathi_jax.budget import Iteration, Sample, TimeModel
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
 from sarathi_jax.runner import ModelRunner
@@ -107,7 +108,13 @@ def calibrate(
 ) -> TimeModel:
     """Profile the machine and fit the time model of its iterations (seconds to minutes)."""
     samples, held_out = profile(runner, max_model_len=max_model_len, repeats=repeats, progress=progress)
-    return budget.fit(samples, runner.shapes.num_tokens, held_out=held_out, machine=machine(runner))
+    return budget.fit(
+        samples,
+        runner.shapes.num_tokens,
+        held_out=held_out,
+        decode_group=xla.DECODE_ROWS,
+        machine=machine(runner),
+    )
 
 
 def machine(runner: ModelRunner) -> str:

@@ -45,41 +45,36 @@ def write_trace(report: Report, path: str | Path) -> int:
 
 
 class _Lanes:
-    """Lanes of one process: each span goes to the lowest lane that is free at its start."""
+    """Lanes of one process: each span goes to the lowest lane (from 1) that is free at its start."""
 
-    def __init__(self, pid: int, title: str):
-        self.pid, self.title = pid, title
+    def __init__(self, pid: int):
+        self.pid = pid
         self._ends: list[int] = []
 
-    def place(self, start: int, end: int) -> tuple[int, Iterator[dict[str, Any]]]:
-        """The lane (from 1), and the event that names it if it is new."""
+    def place(self, start: int, end: int) -> int:
         for i, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[i] = end
-                return i + 1, iter(())
+                return i + 1
         self._ends.append(end)
-        return len(self._ends), iter((_name("thread_name", self.pid, len(self._ends), self._title(len(self._ends))),))
-
-    def _title(self, lane: int) -> str:
-        return self.title if lane == 1 else f"{self.title} {lane}"
+        return len(self._ends)
 
 
 class _Slots:
-    """Lanes that requests hold from `take` to `release`."""
+    """Lanes (from 1) that requests hold from their first `take` to `release`, the lowest free one each."""
 
     def __init__(self) -> None:
-        self.num = 0
+        self._num = 0
         self._free: list[int] = []
         self._held: dict[str, int] = {}
 
-    def take(self, key: str) -> tuple[int, bool]:
-        """The lane (from 1), and whether it is new."""
-        if key in self._held:
-            return self._held[key], False
-        new = not self._free
-        self.num += new
-        self._held[key] = self.num if new else heapq.heappop(self._free)
-        return self._held[key], new
+    def take(self, key: str) -> int:
+        if key not in self._held:
+            if not self._free:
+                self._num += 1
+                self._free.append(self._num)
+            self._held[key] = heapq.heappop(self._free)
+        return self._held[key]
 
     def release(self, key: str) -> None:
         heapq.heappush(self._free, self._held.pop(key))
@@ -97,8 +92,17 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
         for chunk in step.chunks
         if _is_decode(chunk, prompt_lens)
     }
-    iterations, host = _Lanes(_ITERATIONS, "iterations"), _Lanes(_HOST, "host")
-    prefills, slots, read_ns = _Lanes(_PREFILLS, "prefill"), _Slots(), 0
+    iterations, host, prefills, decodes = _Lanes(_ITERATIONS), _Lanes(_HOST), _Lanes(_PREFILLS), _Slots()
+    named: set[tuple[int, int]] = set()
+
+    def span(pid: int, lane: int, name: str, start: int, end: int, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if (pid, lane) not in named:
+            named.add((pid, lane))
+            yield _name("thread_name", pid, lane, f"{_PROCESSES[pid]} {lane}")
+        times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+        yield {"ph": "X", "name": name, "pid": pid, "tid": lane, **times, "args": args}
+
+    read_ns = 0
     for i, step in enumerate(report.iterations):
         start, end = ns(step.start_s), ns(step.start_s + step.wall_s)
         args = {
@@ -109,28 +113,21 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
             "preempted": step.num_preempted,
             "host_ms": step.host_s * 1e3,
         }
-        lane, names = iterations.place(start, end)
-        yield from names
-        yield _span(f"{step.num_seqs} seqs", _ITERATIONS, lane, start, end, args)
+        name = f"{step.num_prefill_tokens} prefill + {step.num_decode_tokens} decode"
+        yield from span(_ITERATIONS, iterations.place(start, end), name, start, end, args)
         host_end = min(ns(step.start_s + step.host_s), end)
-        lane, names = host.place(start, host_end)
-        yield from names
-        yield _span("host", _HOST, lane, start, host_end, {"iteration": i})
+        yield from span(_HOST, host.place(start, host_end), "host", start, host_end, {"iteration": i})
         start = min(max(start, read_ns), end)
         read_ns = max(end, read_ns)
         for chunk in step.chunks:
             key, args = _key(chunk), {"iteration": i, "start": chunk.start, "tokens": chunk.num_tokens}
             if _is_decode(chunk, prompt_lens):
-                lane, new = slots.take(key)
-                if new:
-                    yield _name("thread_name", _DECODES, lane, f"decode {lane}")
-                yield _span(key, _DECODES, lane, start, end, args)
-                if last_decode[key] == i:
-                    slots.release(key)
+                yield from span(_DECODES, decodes.take(key), key, start, end, args)
             else:
-                lane, names = prefills.place(start, end)
-                yield from names
-                yield _span(f"{key} [{chunk.start}, +{chunk.num_tokens})", _PREFILLS, lane, start, end, args)
+                yield from span(_PREFILLS, prefills.place(start, end), f"{key} +{chunk.num_tokens}", start, end, args)
+        for key in map(_key, step.chunks):
+            if last_decode.get(key) == i:
+                decodes.release(key)
         at = ns(step.start_s)
         rows = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens, "padding": step.num_padding}
         yield _counter("rows", at, rows)
@@ -164,12 +161,6 @@ def _is_decode(chunk: ChunkStats, prompt_lens: dict[str, int]) -> bool:
 
 def _key(chunk: ChunkStats) -> str:
     return chunk.request_id if chunk.index == 0 else f"{chunk.request_id}/{chunk.index}"
-
-
-def _span(name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
-    }  # fmt: skip
 
 
 def _counter(name: str, at: int, values: dict[str, int]) -> dict[str, Any]:

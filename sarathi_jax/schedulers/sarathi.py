@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Self, Unpack
 
 from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.pages import PagePool
@@ -175,7 +175,7 @@ class Sarathi(SchedulerConfig):
             if self.token_budget < self.max_num_seqs:
                 self._warn(self.token_budget, f"{self.max_num_seqs}", stacklevel=4)
 
-    def resolved(self, token_budget: int) -> Sarathi:
+    def resolved(self, token_budget: int) -> Self:
         """This policy with the budget that "auto" stands for."""
         return replace(self, token_budget=token_budget, tbt_slo_s=None)
 

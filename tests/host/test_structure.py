@@ -21,6 +21,7 @@ TOP = (*PACKAGES, "examples", "tests", ".ci", "pyproject.toml", "README.md", "WO
 # 0: plain Python. 1: the host, no jax. 2: the device. 3: engines and their faces. 4: nothing imports these.
 LEVELS = {
     "config": 0,
+    "outputs": 0,
     "request": 0,
     "shapes": 0,
     "versions": 0,
@@ -28,6 +29,7 @@ LEVELS = {
     "capacity": 1,
     "cost_model": 1,
     "detokenizer": 1,
+    "driver": 1,
     "metrics": 1,
     "models": 1,  # the package alone: empty
     "models.checkpoint": 1,
@@ -44,6 +46,8 @@ LEVELS = {
     "tokenizer": 1,
     "trace": 1,
     "workload": 1,
+    "workload_files": 1,
+    "workload_lengths": 1,
     "attention": 2,
     "attention.*": 2,
     "batch": 2,
@@ -57,6 +61,7 @@ LEVELS = {
     "async_engine": 3,
     "benchmark": 3,
     "engine": 3,
+    "generation": 3,
     "llm": 3,
     "server": 3,
     "disagg": 4,
