@@ -1,7 +1,6 @@
 """Time single iterations of the engine: a prefill, decodes, and hybrid batches, beside a plain matmul of their FLOPs.
 
-python examples/step_benchmark.py
-python examples/step_benchmark.py --dtype float32 --repeats 30 --json steps.json
+python examples/step_benchmark.py --json steps.json
 """
 
 import json
@@ -14,7 +13,8 @@ import numpy as np
 from absl import app, flags, logging
 
 import sarathi_jax as sj
-from sarathi_jax.benchmark import make_plan, time_iteration
+from sarathi_jax import profiler
+from sarathi_jax.budget import Iteration
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A known name, a Hugging Face folder, or a GGUF file.")
 _DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Precision of weights and KV cache.")
@@ -22,13 +22,13 @@ _REPEATS = flags.DEFINE_integer("repeats", 20, "Runs of each, taken in turn; the
 _JSON = flags.DEFINE_string("json", None, "Write the numbers to this file.")
 
 CASES = {  # decodes by their context lengths, chunks as (start, tokens)
-    "prefill of 512": ([], [(0, 512)]),
-    "16 decodes at 256": ([256] * 16, []),
-    "8 decodes at 256 + chunk of 64": ([256] * 8, [(0, 64)]),
-    "8 decodes at 256 + chunk of 256": ([256] * 8, [(0, 256)]),
-    "1 decode at 256": ([256], []),
-    "16 decodes at 2048": ([2048] * 16, []),
-    "chunk of 256 at 2048": ([], [(2048, 256)]),
+    "prefill of 512": ((), ((0, 512),)),
+    "16 decodes at 256": ((256,) * 16, ()),
+    "8 decodes at 256 + chunk of 64": ((256,) * 8, ((0, 64),)),
+    "8 decodes at 256 + chunk of 256": ((256,) * 8, ((0, 256),)),
+    "1 decode at 256": ((256,), ()),
+    "16 decodes at 2048": ((2048,) * 16, ()),
+    "chunk of 256 at 2048": ((), ((2048, 256),)),
 }
 
 
@@ -53,7 +53,7 @@ def main(_) -> None:
     head = config.vocab_size * config.hidden_size
     width = (config.num_params - head) // config.num_layers // config.hidden_size
     weights = jnp.ones((config.num_layers, config.hidden_size, width), dtype)
-    plans = {name: make_plan(engine, decodes=decodes, chunks=chunks) for name, (decodes, chunks) in CASES.items()}
+    plans = {name: profiler.make_plan(engine.runner, Iteration(*case)) for name, case in CASES.items()}
     rows = {name: shapes.fit(plan.num_tokens) for name, plan in plans.items()}
     runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CASES}
     for _ in range(_REPEATS.value + 2):
@@ -61,7 +61,7 @@ def main(_) -> None:
             keys = sum(decodes) + sum(n * start + n * (n + 1) // 2 for start, n in chunks)
             flops = 2.0 * (rows[name] * (config.num_params - head) + shapes.num_rows * head)
             flops += 4.0 * keys * config.num_heads * config.head_dim * config.num_layers
-            step = time_iteration(engine, plans[name])
+            step = profiler.time_plan(engine.runner, plans[name])
             runs[name].append((step.wall_s, step.host_s, matmul_seconds(rows[name], weights, flops)))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {dtype.name}, {_REPEATS.value} runs each, ms")
     print(f"{'iteration':34} {'rows':>5} {'median':>8} {'p10':>7} {'p90':>7} {'host':>6} {'matmul':>8} {'ratio':>6}")

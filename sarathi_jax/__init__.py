@@ -13,7 +13,16 @@ from sarathi_jax.config import CacheConfig, ModelConfig, RopeScaling
 from sarathi_jax.outputs import ChunkStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepStats
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
-from sarathi_jax.schedulers import Sarathi, Scheduler, SchedulerConfig
+from sarathi_jax.schedulers import (
+    VLLM,
+    ChunkedOnly,
+    FasterTransformer,
+    HybridOnly,
+    Orca,
+    Sarathi,
+    Scheduler,
+    SchedulerConfig,
+)
 from sarathi_jax.versions import check_versions
 
 if TYPE_CHECKING:
@@ -27,9 +36,10 @@ check_versions()
 _LAZY = {"LLM": "sarathi_jax.llm", "Engine": "sarathi_jax.engine"}
 
 __all__ = [
-    "LLM", "CacheConfig", "Chunk", "ChunkStats", "CompletionOutput", "Engine", "Logprob", "ModelConfig", "PagePool",
-    "Request", "RequestMetrics", "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler", "SchedulerConfig",
-    "Sequence", "StepPlan", "StepStats",
+    "LLM", "VLLM", "CacheConfig", "Chunk", "ChunkStats", "ChunkedOnly", "CompletionOutput", "Engine",
+    "FasterTransformer", "HybridOnly", "Logprob", "ModelConfig", "Orca", "PagePool", "Request", "RequestMetrics",
+    "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler", "SchedulerConfig", "Sequence", "StepPlan",
+    "StepStats",
 ]  # fmt: skip
 
 

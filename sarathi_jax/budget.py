@@ -44,9 +44,9 @@ class TimeModel:
     """Seconds of an iteration, predicted. `shapes` (rows) and `shape_s` are the table; the rest multiply features.
 
     per_decode_s: a decode; per_decode_key_s: a key that a decode walks; per_chunk_s: a chunk; per_pair_s: a pair of
-    query and key of a chunk; per_chunk_key_s: a key that a chunk reads. Decodes walk their keys in groups of `decode_group`
-    neighbours by length, each as far as the longest of its group. `machine` says where it was measured, and
-    `median_error` how well it predicts what it was not fitted to (relative; None if nothing was held out).
+    query and key of a chunk; per_chunk_key_s: a key that a chunk reads. Decodes walk their keys in groups of
+    `decode_group` neighbours by length, each as far as the longest of its group. `machine` says where it was measured,
+    and `median_error` how well it predicts what it was not fitted to (relative; None if nothing was held out).
     """
 
     shapes: tuple[int, ...]

@@ -15,7 +15,7 @@ from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.driver import Items, Progress, Server, run_open_loop
 from sarathi_jax.metrics import Report
 
-_HALVINGS = 10
+_HALVINGS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,8 @@ class Trial:
 class Capacity:
     """Answer of a search: `rate` (requests/s) is the highest that passed with no lower one that failed, None if none
     did; `upper` the lowest that failed, None if none did. `converged`: they are as near as was asked. `note` says what
-    there is to say if not. `trials` in the order they ran.
+    there is to say if not. `trials` in the order they ran. Rates are those asked for: a few hundred random gaps may
+    offer some percent more or less, which each trial's result tells.
     """
 
     rate: float | None
@@ -94,11 +95,12 @@ class Capacity:
         """For a terminal: every trial, then the answer."""
         ms = lambda value: "-" if value is None else f"{value * 1e3:,.4g}"
         number = lambda value: "-" if value is None else f"{value:,.4g}"
-        lines = [f"{'rate /s':>10}{'reached /s':>12}{'TBT p99 ms':>12}{'delay p50 ms':>14}{'tokens/s':>10}  verdict"]
+        titles = f"{'rate /s':>10}{'offered':>10}{'reached':>10}{'TBT p99 ms':>12}{'delay p50 ms':>14}{'tokens/s':>10}"
+        lines = [f"{titles}  verdict"]
         for trial in self.trials:
             r = trial.result
             lines.append(
-                f"{trial.rate:>10.4g}{number(r.reached_rate):>12}{ms(r.tbt_p99_s):>12}"
+                f"{trial.rate:>10.4g}{number(r.offered_rate):>10}{number(r.reached_rate):>10}{ms(r.tbt_p99_s):>12}"
                 f"{ms(r.scheduling_delay_p50_s):>14}{number(r.output_tokens_per_s):>10}  "
                 f"{'; '.join(trial.failures) or 'holds'}{' (from file)' if trial.reused else ''}"
             )
@@ -116,7 +118,7 @@ def judge(result: TrialResult, slo: Slo, *, min_reached: float = 0.95) -> tuple[
     """
     failures = []
     if result.stopped is not None:
-        failures.append(f"stopped early ({result.stopped})")
+        failures.append(f"stopped early, {result.stopped}")
     if result.num_failed:
         failures.append(f"{result.num_failed} requests failed: {result.error}")
     if result.num_rejected:
@@ -134,16 +136,20 @@ def judge(result: TrialResult, slo: Slo, *, min_reached: float = 0.95) -> tuple[
     return tuple(failures)
 
 
-def hopeless(progress: Progress, slo: Slo) -> bool:
-    """Whether a trial can no longer hold the SLO, whatever comes: `stop_when` of its run.
+def hopeless(progress: Progress, slo: Slo) -> str | None:
+    """Why a trial can no longer hold the SLO, whatever comes, or None: `stop_when` of its run.
 
     So many delays or gaps are over their bound already that the percentile (linear, over all requests and all gaps
     that the run can have) lies among them: more than half of the requests, more than 1 % of the gaps.
     """
     n, gaps = progress.num_requests, progress.num_gaps
-    late = n > 0 and progress.num_delays_over(slo.scheduling_delay_p50_s) >= n - (n - 1) // 2
-    slow = bool(gaps) and progress.num_gaps_over(slo.tbt_p99_s) >= gaps - 99 * (gaps - 1) // 100
-    return late or slow
+    late = progress.num_delays_over(slo.scheduling_delay_p50_s)
+    if late and late >= n - (n - 1) // 2:
+        return f"hopeless: {late} of {n} requests waited more than {slo.scheduling_delay_p50_s:g} s"
+    slow = progress.num_gaps_over(slo.tbt_p99_s)
+    if slow and gaps is not None and slow >= gaps - 99 * (gaps - 1) // 100:
+        return f"hopeless: {slow} of at most {gaps} gaps took more than {slo.tbt_p99_s:g} s"
+    return None
 
 
 class ScalableItems(Items, Protocol):
@@ -199,7 +205,7 @@ def find_capacity(
     """Search for the highest rate (requests/s) whose trial holds the SLO, to a relative `tolerance`.
 
     From `start_rate` the rate doubles until a trial fails, or if the first fails is halved until one passes (down to
-    `min_rate`, by default `start_rate` / 1024); then the interval is bisected. Trials must be alike but for the rate:
+    `min_rate`, by default `start_rate` / 64); then the interval is bisected. Trials must be alike but for the rate:
     the same requests, only their gaps scaled. `repeats` (odd) runs a rate until more than half of so many trials agree,
     against noise: one unlucky failure would otherwise keep all higher rates from being tried.
 

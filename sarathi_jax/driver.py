@@ -156,7 +156,7 @@ def run_open_loop(
     seed: int = 0,
     num_warm_up: int = 0,
     max_wall_s: float | None = None,
-    stop_when: Callable[[Progress], bool] | None = None,
+    stop_when: Callable[[Progress], bool | str | None] | None = None,
     on_request: Callable[[RequestRecord], None] | None = None,
     on_iteration: Callable[[StepStats], None] | None = None,
     progress: bool | None = None,
@@ -170,8 +170,8 @@ def run_open_loop(
 
     `num_warm_up`: so many requests, of the first items' lengths and random prompts, run before the schedule starts and
     are not measured. The run ends early `max_wall_s` after its start, or when `stop_when` says so (asked after every
-    step), or by Ctrl-C, each with a report that says so and with what was alive aborted. `on_request` sees each
-    request as it ends, `on_iteration` each iteration. `progress` None shows a bar on a terminal.
+    step; a string is the reason), or by Ctrl-C, each with a report that says so and with what was alive aborted.
+    `on_request` sees each request as it ends, `on_iteration` each iteration. `progress` None shows a bar on a terminal.
 
     Raises:
       ValueError: a server that is not idle, or a bad argument.
@@ -234,7 +234,10 @@ class _Run:
         self._num_compiled: int | None = getattr(server, "num_compiled", None)
 
     def loop(
-        self, max_wall_s: float | None, stop_when: Callable[[Progress], bool] | None, bar: Callable[[int], object]
+        self,
+        max_wall_s: float | None,
+        stop_when: Callable[[Progress], bool | str | None] | None,
+        bar: Callable[[int], object],
     ) -> str | None:
         """Until all is done (None), or a reason to stop."""
         server, queue, num_idle, last = self.server, self.queue, 0, (-1.0, -1)
@@ -252,8 +255,8 @@ class _Run:
                 server.wait_until(min([self._arrival(queue[0]), *([] if deadline is None else [deadline])]))
             else:
                 self._step()
-                if stop_when is not None and stop_when(self.progress):
-                    return "stop_when said so"
+                if stop_when is not None and (why := stop_when(self.progress)):
+                    return why if isinstance(why, str) else "stop_when said so"
             state = (now, len(self.iterations) + len(self.records) + len(self.progress.gaps))
             num_idle = num_idle + 1 if state == last else 0
             last = state

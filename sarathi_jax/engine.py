@@ -98,7 +98,7 @@ class Engine:
         self.runner = ModelRunner(model, shapes, stop_ids=self.eos_token_ids)
         self.last_step: StepStats | None = None
         """The iteration read last, for whoever wants to watch."""
-        self._clock = clock
+        self.clock = clock
         self._rng = np.random.default_rng(seed)
         self._live: dict[str, LiveRequest] = {}
         self._by_sequence: dict[int, tuple[LiveRequest, Generation]] = {}
@@ -148,13 +148,17 @@ class Engine:
             self._resolve_budget(self._auto, keep=compile_cache, progress=progress)
         return seconds
 
-    def time_model(self, *, keep: bool = True, progress: bool | None = None) -> TimeModel:
-        """How long iterations take here: measured once (about a minute), on an idle engine that is warm.
+    def time_model(
+        self, *, max_tokens: int | None = None, keep: bool = True, progress: bool | None = None
+    ) -> TimeModel:
+        """How long iterations take here: measured once (a minute or two), on an idle engine that is warm.
 
+        `max_tokens`: of iterations up to this size; None is as large as a token budget is likely to be.
         `keep`: in the user's cache folder, from where the next engine on the same machine, model and shapes takes it.
         """
         self._require_idle("time_model")
-        machine = profiler.machine(self.runner)
+        max_tokens = max_tokens or device.max_token_budget()
+        machine = profiler.machine(self.runner, max_tokens)
         path = device.cache_folder("time_models") / f"{hashlib.sha256(machine.encode()).hexdigest()[:24]}.json"
         if keep and path.exists():
             with contextlib.suppress(ValueError):  # unreadable: measured again
@@ -168,7 +172,9 @@ class Engine:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            model = profiler.calibrate(self.runner, max_model_len=self.max_model_len, progress=report)
+            model = profiler.calibrate(
+                self.runner, max_model_len=self.max_model_len, max_tokens=max_tokens, progress=report
+            )
         if keep:
             model.save(path)
         return model
@@ -226,7 +232,7 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
-        now = self._clock()
+        now = self.clock()
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -249,18 +255,18 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; the requests that changed. Empty when nothing did (or with lookahead, not yet)."""
-        start = self._clock()
+        start = self.clock()
         plan = self.scheduler.plan(start)
         if plan:
             self._in_flight.append(_Flight(self.runner.execute(plan), start, len(plan.preempted), self.pool.num_held))
-        planned = self._clock()
+        planned = self.clock()
         if not self._in_flight or (plan and len(self._in_flight) <= self.scheduler.lookahead):
             return []
         flight = self._in_flight.popleft()
         step = flight.step.read()
-        ready = self._clock()
+        ready = self.clock()
         outputs = self._update(flight, step, ready)
-        self._record(flight, host_s=planned - start + self._clock() - ready)
+        self._record(flight, host_s=planned - start + self.clock() - ready)
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -272,6 +278,12 @@ class Engine:
             self.scheduler.finish(generation.seq)
             self._by_sequence.pop(generation.seq.seq_id, None)
         return True
+
+    def drain(self) -> None:
+        """Wait for steps that were dispatched for requests that have all ended (with lookahead); only while idle."""
+        assert not self._live, "outputs would be lost: step until all requests have ended"
+        while self._in_flight:
+            self._in_flight.popleft().step.read()
 
     def check_integrity(self) -> None:
         """AssertionError unless every page is free, cached or held, and held by exactly the sequences alive."""
@@ -301,7 +313,7 @@ class Engine:
     def _require_idle(self, what: str) -> None:
         if self._live:
             raise ValueError(f"{what} needs an idle engine; {len(self._live)} requests have not ended")
-        self._in_flight.clear()  # steps of requests that have ended; nobody waits for them
+        self.drain()
 
     def _prompt_ids(self, prompt: str | None, token_ids: Iterable[int] | None) -> tuple[int, ...]:
         if (prompt is None) == (token_ids is None):
@@ -361,7 +373,7 @@ class Engine:
         self.last_step = StepStats(
             chunks=chunks,
             start_s=flight.start_s,
-            wall_s=self._clock() - flight.start_s,
+            wall_s=self.clock() - flight.start_s,
             host_s=host_s,
             num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks) - num_decodes,
             num_decode_tokens=num_decodes,

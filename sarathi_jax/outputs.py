@@ -115,10 +115,10 @@ class RequestOutput:
 
 
 class ChunkStats(NamedTuple):
-    """One sequence's part of an iteration: `num_tokens` from position `start`; `index` is its generation's."""
+    """One sequence's part of an iteration: `num_tokens` from position `start`, of the request's generation `sample`."""
 
     request_id: str
-    index: int
+    sample: int
     start: int
     num_tokens: int
 

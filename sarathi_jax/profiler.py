@@ -63,15 +63,16 @@ def profile(
     runner: ModelRunner,
     *,
     max_model_len: int,
+    max_tokens: int,
     repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Sample], list[Sample]]:
     """Measured iterations, medians of `repeats` after one more: those to fit a time model to, and held-out hybrids.
 
-    Those that do not fit the pool are left out.
+    Of shapes up to `max_tokens` rows. Iterations that do not fit the pool are left out.
     """
     to_fit, held_out = budget.profile_plan(
-        runner.shapes.num_tokens, max_num_seqs=runner.shapes.num_slots, max_model_len=max_model_len
+        _shapes(runner, max_tokens), max_num_seqs=runner.shapes.num_slots, max_model_len=max_model_len
     )
     plans = []
     for iteration in to_fit + held_out:
@@ -103,25 +104,39 @@ def calibrate(
     runner: ModelRunner,
     *,
     max_model_len: int,
+    max_tokens: int,
     repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> TimeModel:
-    """Profile the machine and fit the time model of its iterations (seconds to minutes)."""
-    samples, held_out = profile(runner, max_model_len=max_model_len, repeats=repeats, progress=progress)
+    """Profile the machine and fit the time model of iterations up to `max_tokens` rows (seconds to minutes)."""
+    samples, held_out = profile(
+        runner, max_model_len=max_model_len, max_tokens=max_tokens, repeats=repeats, progress=progress
+    )
+    return fit(runner, samples, held_out, max_tokens=max_tokens)
+
+
+def fit(runner: ModelRunner, samples: list[Sample], held_out: list[Sample], *, max_tokens: int) -> TimeModel:
+    """The time model of a profile of this runner."""
     return budget.fit(
         samples,
-        runner.shapes.num_tokens,
+        _shapes(runner, max_tokens),
         held_out=held_out,
         decode_group=xla.DECODE_ROWS,
-        machine=machine(runner),
+        machine=machine(runner, max_tokens),
     )
 
 
-def machine(runner: ModelRunner) -> str:
+def _shapes(runner: ModelRunner, max_tokens: int) -> list[int]:
+    shapes = runner.shapes.num_tokens
+    return [rows for rows in shapes if rows <= max_tokens] or [shapes[0]]
+
+
+def machine(runner: ModelRunner, max_tokens: int) -> str:
     """What a time model holds for: device, jax, model, dtype and shapes."""
     c, s, device = runner.config, runner.shapes, jax.devices()[0]
+    rows = ",".join(map(str, _shapes(runner, max_tokens)))
     return (
         f"{device.platform} {device.device_kind} jax-{jax.__version__} {c.architecture} {c.num_layers}x{c.hidden_size}"
         f"x{c.intermediate_size} {c.num_heads}/{c.num_kv_heads}x{c.head_dim} vocab-{c.vocab_size} "
-        f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{','.join(map(str, s.num_tokens))} seqs-{s.num_slots}"
+        f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{rows} seqs-{s.num_slots}"
     )

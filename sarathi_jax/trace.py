@@ -160,7 +160,7 @@ def _is_decode(chunk: ChunkStats, prompt_lens: dict[str, int]) -> bool:
 
 
 def _key(chunk: ChunkStats) -> str:
-    return chunk.request_id if chunk.index == 0 else f"{chunk.request_id}/{chunk.index}"
+    return chunk.request_id if chunk.sample == 0 else f"{chunk.request_id}/{chunk.sample}"
 
 
 def _counter(name: str, at: int, values: dict[str, int]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class WorkItem:
     def scaled(self, lengths: float) -> WorkItem:
         """Prompt and output `lengths` times as long, rounded up; known prompt ids are cut and cannot be stretched."""
         check_number("lengths", lengths, 1e-6, 1e6, "0.000001 <= lengths <= 1000000")
-        # The slack keeps 70 * 0.1 = 7.000000000000001 at 7.
+        # The slack keeps 100 * 0.07 = 7.000000000000001 at 7.
         prefill, decode = (
             max(1, math.ceil(n * lengths - 1e-9)) for n in (self.num_prefill_tokens, self.num_decode_tokens)
         )
@@ -160,6 +160,9 @@ class Workload:
         for index in range(1, len(times)):
             if times[index] < times[index - 1]:
                 raise ValueError(f"items[{index}] arrives at {times[index]} s, before items[{index - 1}]; sort them")
+
+    def __repr__(self) -> str:
+        return f"<Workload of {len(self)} requests, nominally {self.requests_per_s} a second>"
 
     def __len__(self) -> int:
         return len(self.items)

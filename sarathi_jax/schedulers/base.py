@@ -34,11 +34,12 @@ class Limits(TypedDict, total=False):
 class IterationCost(Protocol):
     """Predicts how long an iteration takes, in seconds; plain host code, called several times a plan.
 
-    `num_decode_tokens` decodes attend to `decode_context` tokens, all of them together; each of `chunks` computes
-    `tokens` positions of a prompt from `start` on, which attend to all before them too. May not fall as a chunk grows.
+    `decodes` holds, for each, the tokens it attends to, itself included; each of `chunks` computes `tokens` positions
+    of a prompt from `start` on, which attend to all before them too. May not fall as a chunk grows. A
+    `budget.TimeModel` is one.
     """
 
-    def __call__(self, num_decode_tokens: int, decode_context: int, chunks: Seq[tuple[int, int]]) -> float: ...
+    def __call__(self, decodes: Seq[int], chunks: Seq[tuple[int, int]]) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class SarathiScheduler(Scheduler):
         assert self.cost is not None
         decodes, prompts = draft.chunks[: draft.num_decodes], draft.chunks[draft.num_decodes :]
         chunks = [*((c.start, c.num_tokens) for c in prompts), (seq.num_computed, num_tokens)]
-        seconds = self.cost(len(decodes), sum(c.end for c in decodes), chunks)
+        seconds = self.cost([c.end for c in decodes], chunks)
         if not seconds >= 0:
             raise ValueError(f"cost gave {seconds!r} s for {len(decodes)} decodes and {chunks=}; it must be >= 0")
         return seconds
@@ -164,7 +164,7 @@ class Sarathi(SchedulerConfig):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1e-9, 1e9, f"{name} > 0 seconds")
         if self.cost is not None and not callable(self.cost):
-            raise ValueError(f"cost={self.cost!r} must be callable: (num_decode_tokens, decode_context, chunks) -> s")
+            raise ValueError(f"cost={self.cost!r} must be callable: (decodes, chunks) -> s")
         check_positive("max_prefill_wait", self.max_prefill_wait)
         if self.long_prefill_token_threshold is not None:
             check_positive("long_prefill_token_threshold", self.long_prefill_token_threshold)

@@ -7,7 +7,7 @@ import pytest
 from sarathi_jax.benchmark import EngineServer
 from sarathi_jax.driver import run_open_loop
 from sarathi_jax.trace import write_trace
-from sarathi_jax.workload import Static, WorkItem, Workload
+from sarathi_jax.workload import WorkItem, Workload
 
 STEP_S = 2.0**-4
 
@@ -26,9 +26,9 @@ def serve(scripted, clock):
 
 
 def workload(*lengths, rate=4.0):
-    times = Static(rate=rate).times(len(lengths), None).tolist()  # pyright: ignore[reportArgumentType]
-    items = (WorkItem(arrived_at_s=t, num_prefill_tokens=p, num_decode_tokens=d)
-             for t, (p, d) in zip(times, lengths, strict=True))  # fmt: skip
+    items = [
+        WorkItem(arrived_at_s=i / rate, num_prefill_tokens=p, num_decode_tokens=d) for i, (p, d) in enumerate(lengths)
+    ]
     return Workload(items=tuple(items), requests_per_s=rate)
 
 

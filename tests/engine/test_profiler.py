@@ -97,7 +97,7 @@ def test_auto_takes_the_budget_that_the_measured_model_gives(tiny_model, monkeyp
             call()
     while engine.has_unfinished:
         engine.step()
-    with pytest.raises(ValueError, match="up to 256 tokens.*128"):
+    with pytest.raises(ValueError, match=r"up to 256 tokens.*128"):
         engine.set_scheduler(sj.Sarathi(token_budget=256, max_num_seqs=4))
     hopeless = sj.Sarathi(token_budget="auto", tbt_slo_s=0.001, max_num_seqs=4)
     engine = Engine(tiny_model, None, scheduler=hopeless, max_model_len=96, cache=sj.CacheConfig(num_pages=60))

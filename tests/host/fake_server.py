@@ -61,6 +61,7 @@ class FakeServer:
         self.clock = now
         self.asked: dict[str, Asked] = {}
         self.log: list[tuple] = []
+        self.arrivals: dict[str, float] = {}
         self.last_step: StepStats | None = None
         self.num_steps = 0
 
@@ -83,6 +84,7 @@ class FakeServer:
         assert self.clock >= arrival_time, "sent before its time"
         assert request_id not in self.asked
         self.log.append(("add", request_id, self.clock))
+        self.arrivals[request_id] = arrival_time
         self.asked[request_id] = Asked(prompt, params, RequestMetrics(arrival_s=arrival_time))
 
     def abort(self, request_id):

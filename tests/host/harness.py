@@ -152,9 +152,11 @@ class Engine:
 
     def check_policy(self, plan, decodes, oldest, was_running, was_held):
         scheduler, planned = self.scheduler, {c.sequence for c in plan.chunks}
+        urgent_victims = plan.preempted if getattr(scheduler, "priority_preemption", False) else ()
         assert plan.num_tokens <= scheduler.max_step_tokens, "no shape holds it"
         assert not planned & set(plan.preempted), "preempted and planned at once"
         assert plan.chunks or not plan.admitted, "admitted by a plan that nobody will see"
+        assert all(s.slot is not None for s in plan.admitted), "admitted without a slot"
         if scheduler.reserves:
             assert not plan.preempted, "reserves and preempts"
         if isinstance(scheduler, WHOLE):
@@ -164,7 +166,7 @@ class Engine:
             assert not planned & set(decodes) or planned <= set(decodes), "prompts and decodes in one iteration"
         elif isinstance(scheduler, MIXES) and scheduler.num_stages == 1:
             assert planned | set(plan.preempted) >= set(decodes), "a decode stalls"
-            if oldest in decodes:
+            if oldest in decodes and oldest not in urgent_victims:
                 assert oldest in planned, "the oldest sequence stalls"
         if isinstance(scheduler, policies.FasterTransformerScheduler):
             assert not (plan.admitted and was_running), "a slot was filled again"
@@ -172,11 +174,10 @@ class Engine:
             assert plan.num_tokens <= max(scheduler.token_budget, len(decodes)), "more than the budget"
         if plan.admitted:
             last = max(map(scheduler.order, plan.admitted))
-            assert all(last < scheduler.order(s) for s in scheduler.waiting), "the head was overtaken"
-            if getattr(scheduler, "priority_preemption", False):
-                return
-            assert not plan.preempted, "admitted while pages are short"
-            if was_held and not scheduler.reserves:
+            passed = [s for s in scheduler.waiting if s not in urgent_victims and scheduler.order(s) < last]
+            assert not passed, "the head was overtaken"
+            assert set(plan.preempted) <= set(urgent_victims), "admitted while pages are short"
+            if was_held and not scheduler.reserves and not getattr(scheduler, "priority_preemption", False):
                 assert scheduler.pool.num_free >= scheduler._num_spare, "the watermark was not kept"
 
     def check_idle(self):

@@ -46,7 +46,7 @@ class Limit:
 # ------------------------------------------------------------------------------------------------------------ search
 
 
-@pytest.mark.parametrize("capacity", [0.06, 0.9, 3.3, 8.0, 10.0, 777.0])
+@pytest.mark.parametrize("capacity", [0.9, 3.3, 8.0, 10.0, 777.0])
 @pytest.mark.parametrize("start", [0.5, 3.0, 50.0])
 def test_a_known_limit(capacity, start):
     """Judged by the reached rate alone (B14): delays and gaps look well at any rate."""
@@ -99,7 +99,8 @@ def test_a_queue(seed):
     found = find_capacity(open_loop_trial(FakeServer(0.1), items, slo), slo, start_rate=1.0, min_reached=0.5)
     assert found.converged and found.rate is not None
     assert found.rate == pytest.approx(limit, rel=0.026)
-    assert any("stopped early" in t.failures[0] for t in found.trials if not t.passed), "16/s is hopeless soon"
+    stopped = [t.rate for t in found.trials if any("of 401 requests waited" in f for f in t.failures)]
+    assert 16.0 in stopped, "it cannot come back under the bound, and ends soon"
 
 
 def test_slow_decodes():
@@ -120,10 +121,10 @@ def test_slow_decodes():
 def test_an_slo_that_no_load_meets():
     """Says what the server can do at best."""
     found = find_capacity(lambda rate: result(tbt=0.3 + rate / 100), SLO, start_rate=4.0)
-    assert found.rate is None and found.upper == 4.0 / 1024 and found.converged
-    assert len(found.trials) == 11
-    assert "no rate passed, down to 0.003906 requests/s" in found.note
-    assert "The lowest P99 TBT at any rate was 0.3 s: no load meets 0.1 s" in found.note
+    assert found.rate is None and found.upper == 4.0 / 64 and found.converged
+    assert len(found.trials) == 7
+    assert "no rate passed, down to 0.0625 requests/s" in found.note
+    assert "The lowest P99 TBT at any rate was 0.3006 s: no load meets 0.1 s" in found.note
     assert "capacity none" in found.to_table()
     assert len(find_capacity(lambda rate: result(tbt=1.0), SLO, start_rate=4.0, min_rate=1.5).trials) == 3
 
@@ -180,7 +181,7 @@ def test_bad_slo(value):
 @pytest.mark.parametrize(
     ("options", "word"),
     [({}, None), ({"tbt": 0.1}, None), ({"tbt": 0.1001}, "P99 TBT"), ({"delay": 2.0}, None), ({"delay": 2.1}, "delay"),
-     ({"num_failed": 1, "error": "x"}, "1 requests failed: x"), ({"stopped": "why"}, "stopped early (why)"),
+     ({"num_failed": 1, "error": "x"}, "1 requests failed: x"), ({"stopped": "why"}, "stopped early, why"),
      ({"num_rejected": 2}, "2 requests rejected"), ({"num_finished": 0}, "no request finished"),
      ({"tbt": None}, None), ({"offered_rate": 10.0, "reached_rate": 9.5}, None),
      ({"offered_rate": 10.0, "reached_rate": 9.4}, "reached 9.4 of 10")],
@@ -298,8 +299,10 @@ def test_a_write_that_was_cut_short(tmp_path, cut):
     with pytest.warns(UserWarning, match="is not JSON; its trial will be run again"):
         found = find_capacity(trial, SLO, start_rate=1.0, results_path=path, key="k")
     assert found.rate == expected.rate and trial.rates == [expected.trials[-1].rate]
+    none = Limit(0.0)
     with pytest.warns(UserWarning, match="is not JSON"):
-        find_capacity(Limit(0.0), SLO, start_rate=1.0, results_path=path, key="k")
+        find_capacity(none, SLO, start_rate=1.0, results_path=path, key="k")
+    assert none.rates == []
 
 
 @pytest.mark.parametrize("line", ['["a"]', '{"a": 1}', '{"key": "k", "slo": SLO, "rate": 1.0, "result": {"new": 1}}'])
@@ -322,6 +325,6 @@ def test_keys():
 
 def test_table():
     lines = find_capacity(Limit(10.0), SLO, start_rate=1.0, min_reached=1.0).to_table().splitlines()
-    assert lines[1].split() == ["1", "1", "50", "100", "-", "holds"]
+    assert lines[1].split() == ["1", "1", "1", "50", "100", "-", "holds"]
     assert "reached 10 of 16 requests/s" in lines[5]
     assert lines[-1].startswith("capacity 10 requests/s (P99 TBT <= 0.1 s, median delay <= 2 s)")

