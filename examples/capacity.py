@@ -2,8 +2,7 @@
 
     python examples/capacity.py --num_requests 64 --out capacity.png        # half an hour or more on 2 cores
 
-The SLO is 5 x the time of a decode iteration of max_num_seqs at the scaled 4k context (the paper's strict rule).
-"""
+The SLO is 5 x the time of a decode iteration of max_num_seqs at the scaled 4k context (the paper's strict rule)."""
 
 import json
 from pathlib import Path
@@ -43,7 +42,7 @@ def draw(path: Path, found: dict[str, capacity.Capacity], slo: capacity.Slo) -> 
         curves.plot(*zip(*trials, strict=True), "o-", label=name, ms=4)
     curves.axhline(1e3 * slo.tbt_p99_s, color="gray", ls="--", label="SLO")
     curves.set(xlabel="requests/s", ylabel="P99 TBT, ms", yscale="log", title="trials (over capacity they end early)")
-    curves.legend(fontsize=8)
+    curves.legend()
     figure.savefig(path, dpi=130)
 
 
@@ -59,10 +58,8 @@ def main(_) -> None:
     print(f"decode iteration {1e3 * decode_s:.1f} ms, {slo}, token budget {tokens} ({model.median_error=:.1%})")
     chunked = {"sarathi": sj.Sarathi, "chunked_only": sj.ChunkedOnly, "hybrid_only": sj.HybridOnly}
     whole = {"vllm": sj.VLLM, "orca": sj.Orca, "faster_transformer": sj.FasterTransformer}
-    arrivals = workload.Poisson(rate=1.0)
-    requests = workload.make_workload(
-        num_requests=_NUM_REQUESTS.value, arrivals=arrivals, lengths=OPENCHAT_SHAREGPT4, seed=_SEED.value
-    ).scaled(_SCALE.value)
+    options = {"num_requests": _NUM_REQUESTS.value, "lengths": OPENCHAT_SHAREGPT4, "seed": _SEED.value}
+    requests = workload.make_workload(arrivals=workload.Poisson(rate=1.0), **options).scaled(_SCALE.value)
     found: dict[str, capacity.Capacity] = {}
     for name in _POLICIES.value:
         policy = chunked[name](token_budget=tokens, max_num_seqs=n) if name in chunked else whole[name](max_num_seqs=n)
@@ -72,12 +69,11 @@ def main(_) -> None:
         found[name] = capacity.find_capacity(
             trial, slo, start_rate=_START.value, tolerance=_TOLERANCE.value, key=key,
             results_path=out.with_suffix(".trials.jsonl"),
-            on_trial=lambda t: print(f"  {t.rate:.3f}/s {t.failures or 'holds'}", flush=True),
         )  # fmt: skip
-        print(f"{name}\n{found[name].to_table()}")
+        print(f"{name}\n{found[name].to_table()}", flush=True)
         draw(out, found, slo)
-    numbers = {name: answer.rate for name, answer in found.items()}
-    out.with_suffix(".json").write_text(json.dumps({"slo_s": slo.tbt_p99_s, "token_budget": tokens, "rates": numbers}))
+    rates = {name: answer.rate for name, answer in found.items()}
+    out.with_suffix(".json").write_text(json.dumps({"slo_s": slo.tbt_p99_s, "budget": tokens, "rates": rates}))
 
 
 if __name__ == "__main__":

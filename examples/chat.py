@@ -35,8 +35,10 @@ def main(_) -> None:
                 text = output.text
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print(" ...", end="")
-        except ValueError as error:  # the conversation no longer fits the model, say
-            print(f"[{error}]", end="")
+        except ValueError as error:  # the conversation no longer fits the model, say: a shorter question may
+            print(f"[{error}]")
+            messages.pop()
+            continue
         print()
         messages.append({"role": "assistant", "content": text})
 

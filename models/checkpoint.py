@@ -60,6 +60,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(hub.fetch(name))
     path = Path(path).expanduser()
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model {name!r} is a folder without config.json; known formats: a folder in Hugging Face's layout "
+                "(config.json, tokenizer.json, safetensors), or a .gguf file, passed by its own path"
+            )
         return HFCheckpoint(path)
     if path.is_file():
         if path.suffix.lower() == ".gguf":

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from sarathi_jax.arrays import AnyArray, AnyScalar
-from sarathi_jax.attention import Backend, ragged_paged_attention, write_kv
+from sarathi_jax.attention import Backend, ragged_paged_attention, select_backend, write_kv
 from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.rope import rotary_tables, rotate
 
@@ -58,9 +58,11 @@ _ACTIVATIONS = {
 class Decoder(nnx.Module):
     """`weights` by the names of `weights.weight_specs`; all share one dtype."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Array], *, attention: Backend = "xla"):
+    def __init__(self, config: ModelConfig, weights: dict[str, Array], *, attention: Backend | None = None):
+        if attention == "reference":
+            raise ValueError("attention='reference' is the tests' oracle and cannot be compiled; use None or 'xla'")
         self.config = config
-        self.attention: Backend = attention
+        self.attention: Backend = select_backend(attention)
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in weights.items()})
 
     @property

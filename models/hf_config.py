@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -49,6 +49,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1,),
 }
 """Fields that ask for something not done here, with the values (null aside) that ask for nothing."""
+
+_MAX_INT = 2**31 - 1
+"""Positions and sizes are int32 on the device."""
 
 _ROPE_FIELDS: dict[str, set[str]] = {
     "default": set(),
@@ -221,15 +224,12 @@ def _scaling(config: Mapping[str, Any], field: str, rope: Mapping[str, Any], kin
         case "dynamic":  # transformers stretches max_position_embeddings, whatever the original length
             return RopeScaling(kind="dynamic", factor=number("factor"), original_max_position=max_position)
         case "llama3":
-            low, high = number("low_freq_factor"), number("high_freq_factor")
-            if not 0 < low < high:
-                raise ValueError(f"{field} needs 0 < low_freq_factor={low} < high_freq_factor={high}")
             return RopeScaling(
                 kind="llama3",
                 factor=number("factor"),
                 original_max_position=original,
-                low_freq_factor=low,
-                high_freq_factor=high,
+                low_freq_factor=number("low_freq_factor"),
+                high_freq_factor=number("high_freq_factor"),
             )
         case "yarn":
             return RopeScaling(
@@ -239,9 +239,9 @@ def _scaling(config: Mapping[str, Any], field: str, rope: Mapping[str, Any], kin
                 beta_fast=optional("beta_fast") or 32.0,
                 beta_slow=optional("beta_slow") or 1.0,
                 attention_factor=optional("attention_factor"),
-                mscale=optional("mscale"),
-                mscale_all_dim=optional("mscale_all_dim"),
-                truncate=rope.get("truncate") is not False,
+                mscale=optional("mscale") or None,  # to transformers 0 is none
+                mscale_all_dim=optional("mscale_all_dim") or None,
+                truncate=rope.get("truncate") is None or _bool(rope, "truncate"),
             )
     return RopeScaling()
 
@@ -254,14 +254,14 @@ def _require(config: Mapping[str, Any], key: str) -> Any:
 
 def _int(config: Mapping[str, Any], key: str) -> int:
     value = _require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_INT:
+        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer of 32 bits")
     return value
 
 
 def _positive(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT:
+        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer from 1 to {_MAX_INT}")
     return value
 
 
@@ -273,6 +273,6 @@ def _bool(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key}={reprlib.repr(value)} must be a finite number")
     return float(value)

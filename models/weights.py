@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from sarathi_jax.config import ModelConfig
@@ -89,7 +90,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     return specs
 
 
-def load_weights(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Array]:
+def load_weights(checkpoint: Checkpoint, dtype: DTypeLike) -> dict[str, Array]:
     """All weights on the default device in `dtype`, read one tensor at a time.
 
     Raises:
@@ -101,7 +102,7 @@ def load_weights(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Array]:
     _check_tensors(checkpoint, specs, config.num_layers)
     weights = {}
     for name, spec in specs.items():
-        array = np.empty(spec.shape, dtype)
+        array = np.empty(spec.shape, jnp.dtype(dtype))
         if spec.stacked:
             for i in range(config.num_layers):
                 array[i] = spec.pack(*(checkpoint.read(_LAYER.format(i) + source) for source in spec.sources))
@@ -111,7 +112,7 @@ def load_weights(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Array]:
     return weights
 
 
-def init_weights(config: ModelConfig, dtype: jnp.dtype, seed: int = 0, scale: float = 0.02) -> dict[str, Array]:
+def init_weights(config: ModelConfig, dtype: DTypeLike, seed: int = 0, scale: float = 0.02) -> dict[str, Array]:
     """Random weights: normal with deviation `scale`, norms around 1. For tests and for timing without weights."""
 
     @jax.jit  # one program, not a few for each weight
@@ -133,8 +134,13 @@ def _sources(specs: dict[str, WeightSpec], num_layers: int) -> Iterator[tuple[st
 
 
 def _check_tensors(checkpoint: Checkpoint, specs: dict[str, WeightSpec], num_layers: int) -> None:
-    wanted = dict(_sources(specs, num_layers))
     names = checkpoint.names
+    if num_layers > len(names):  # before the names of all those layers are built
+        raise ValueError(
+            f"checkpoint {checkpoint.source} does not fit its config: the config has {num_layers} layers and the "
+            f"checkpoint {len(names)} tensors"
+        )
+    wanted = dict(_sources(specs, num_layers))
     problems = []
     for label, found in (("missing", wanted.keys() - names), ("not understood", names - wanted.keys())):
         if found:

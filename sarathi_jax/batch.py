@@ -187,7 +187,7 @@ class BatchBuilder:
         targets, wants = np.zeros(rows, np.int32), np.zeros(rows, np.bool_)
         for c, row in zip(chunks, first_rows, strict=False):
             seq = c.sequence
-            if seq.params.prompt_logprobs is not None:
+            if seq.params.prompt_logprobs is not None and seq.index == 0:  # once for all samples
                 following = seq.prompt_token_ids[c.start + 1 : c.end + 1]
                 targets[row : row + len(following)] = following
                 wants[row : row + len(following)] = True

@@ -19,7 +19,7 @@ class EngineServer:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.engine.has_unfinished
+        return self.engine.has_unfinished()
 
     @property
     def last_step(self) -> StepStats | None:
@@ -45,7 +45,7 @@ class EngineServer:
 
     def abort(self, request_id: str) -> bool:
         found = self.engine.abort(request_id)
-        if not self.engine.has_unfinished:
+        if not self.engine.has_unfinished():
             self.engine.drain()  # what is still on the device would run in the next measurement
         return found
 

@@ -90,7 +90,7 @@ class TimeModel:
             arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             model = cls(**arguments)
             model((1,), ((0, 2),))
-        except (OSError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a saved time model ({error}); delete it and calibrate again") from error
         return model
 
@@ -112,7 +112,7 @@ def profile_plan(
     Every shape filled by one fresh chunk (and by decodes where they can fill it), decode batches of growing context,
     chunks of growing start, and random hybrids.
     """
-    longest = max_model_len - 1
+    longest = max(max_model_len - 1, 2)
     contexts = sorted({max(longest >> i, 1) for i in range(5)})
     fit: list[Iteration] = []
     for rows in shapes:

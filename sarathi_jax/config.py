@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+_T = TypeVar("_T")
+
+
+def check_instance(name: str, value: Any, kind: type[_T]) -> _T:
+    """`value`, or ValueError unless it is of this class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be {kind.__name__}")
+    return value
 
 
 def check_positive(name: str, value: Any, *, knob: str = "") -> None:
@@ -49,6 +60,23 @@ class RopeScaling:
         check_number("rope scaling factor", self.factor, 1.0, 1e6, "1 <= factor <= 1e6")
         if self.kind in ("llama3", "yarn", "dynamic") and self.original_max_position is None:
             raise ValueError(f"rope scaling {self.kind!r} needs original_max_position_embeddings")
+        if self.original_max_position is not None:
+            check_positive("original_max_position", self.original_max_position)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check_number(name, getattr(self, name), 1e-6, 1e6, f"1e-6 <= {name} <= 1e6")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope scaling 'llama3' has low_freq_factor={self.low_freq_factor!r}; it must be less than "
+                f"high_freq_factor={self.high_freq_factor!r}"
+            )
+        if self.kind == "yarn" and not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"rope scaling 'yarn' has beta_slow={self.beta_slow!r}; it must be less than "
+                f"beta_fast={self.beta_fast!r}"
+            )
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1e-6, 1e6, f"{name} is None, or 1e-6 <= {name} <= 1e6")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +119,10 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
         if self.sliding_window is not None:
             check_positive("sliding_window", self.sliding_window)
-        for name in ("rms_norm_eps", "rope_theta"):
-            check_number(name, getattr(self, name), 1e-30, 1e30, f"{name} > 0 and finite")
+        check_number("rms_norm_eps", self.rms_norm_eps, 1e-30, 1e30, "rms_norm_eps > 0 and finite")
+        check_number("rope_theta", self.rope_theta, math.nextafter(1, 2), 1e30, "rope_theta > 1 and finite")
+        if self.rope_scaling.kind == "dynamic" and self.head_dim == 2:
+            raise ValueError("head_dim=2 has no 'dynamic' rope scaling, whose exponent is head_dim / (head_dim - 2)")
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1e-30, 1e30, f"{name} is None, or > 0 and finite")

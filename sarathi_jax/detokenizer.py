@@ -200,7 +200,7 @@ class _Window:
         self._shown = self._decode()
 
     def _decode(self) -> str:
-        return self._tokenizer.backend.decode(self._ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
 
 
 def _byte_alphabet() -> dict[str, int]:

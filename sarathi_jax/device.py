@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from sarathi_jax.config import CacheConfig, ModelConfig
 
@@ -62,6 +63,16 @@ def resolve_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(DTYPES[name])
 
 
+def processor() -> str:
+    """The processor's name and the cores this process may use."""
+    name = ""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name or 'cpu'} x{cores}"
+
+
 def _cpu_multiplies_bfloat16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -70,26 +81,32 @@ def _cpu_multiplies_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
+def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     """Bytes of one page, keys and values of all layers."""
     return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
 
 
 def num_pages(
-    config: ModelConfig, cache: CacheConfig, *, dtype: jnp.dtype, max_num_seqs: int, max_model_len: int
+    config: ModelConfig, cache: CacheConfig, *, dtype: DTypeLike, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Pages of the pool: as configured, or what a share of the free memory holds, but no more than can ever be used.
 
     What memory decides is cut to three significant bits: the pool's size is part of every program, and the next start,
     with a little more or less memory free, should find its programs in the compilation cache. Call with the weights on
-    the device. Raises ValueError when not even one page fits.
+    the device. Raises ValueError when not even one page fits, or not all that are configured.
     """
+    free = free_memory_bytes()
+    size = page_bytes(config, cache.page_size, dtype)
     if cache.num_pages is not None:
+        needed = (cache.num_pages + 1) * size  # the sink
+        if needed > free:
+            raise ValueError(
+                f"num_pages={cache.num_pages} of page_size={cache.page_size} need {needed:,} bytes and "
+                f"{free:,} are free; lower num_pages or page_size, or leave num_pages out"
+            )
         return cache.num_pages
     on_cpu = platform() == "cpu"
     fraction = cache.memory_fraction or (CPU_MEMORY_FRACTION if on_cpu else ACCELERATOR_MEMORY_FRACTION)
-    free = free_memory_bytes()
-    size = page_bytes(config, cache.page_size, dtype)
     fitting = int(free * fraction) // size - 1  # the sink
     if fitting < 1:
         raise ValueError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from tqdm import tqdm
 
 from sarathi_jax import device, profiler
 from sarathi_jax.budget import TimeModel, choose_budget
-from sarathi_jax.config import CacheConfig, check_number, check_positive
-from sarathi_jax.generation import Generation, LiveRequest
+from sarathi_jax.config import CacheConfig, check_instance, check_number, check_positive
+from sarathi_jax.generation import Generation, LiveRequest, max_prompt_chars
 from sarathi_jax.models.checkpoint import open_checkpoint
 from sarathi_jax.models.decoder import Decoder
 from sarathi_jax.models.weights import load_weights
@@ -55,7 +53,10 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        scheduler, cache, config = scheduler or Sarathi(), cache or CacheConfig(), model.config
+        scheduler = check_instance("scheduler", Sarathi() if scheduler is None else scheduler, SchedulerConfig)
+        cache = check_instance("cache", CacheConfig() if cache is None else cache, CacheConfig)
+        config = model.config
+        check_positive("max_step_tokens", max_step_tokens)
         if max_model_len is None:
             max_model_len = config.max_position
         check_positive("max_model_len", max_model_len)
@@ -71,12 +72,12 @@ class Engine:
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         dtype = device.resolve_dtype(cache.dtype or str(model.dtype))
-        if dtype != model.dtype:
-            raise ValueError(f"cache dtype={cache.dtype!r} must be the model's, {model.dtype}")
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = config.vocab_size
+        self._check_ids("eos_token_ids", self.eos_token_ids)
+        self._max_prompt_chars = max_prompt_chars(tokenizer, max_model_len)
         num_pages = device.num_pages(
             config, cache, dtype=dtype, max_num_seqs=scheduler.max_num_seqs, max_model_len=max_model_len
         )
@@ -95,7 +96,7 @@ class Engine:
             page_size=cache.page_size,
             num_pages=num_pages,
         )
-        self.runner = ModelRunner(model, shapes, stop_ids=self.eos_token_ids)
+        self.runner = ModelRunner(model, shapes, stop_ids=self.eos_token_ids, kv_dtype=dtype)
         self.last_step: StepStats | None = None
         """The iteration read last, for whoever wants to watch."""
         self.clock = clock
@@ -103,6 +104,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._by_sequence: dict[int, tuple[LiveRequest, Generation]] = {}
         self._in_flight: deque[_Flight] = deque()
+        self._undelivered: list[RequestOutput] = []
         self._next_seq_id = 0
 
     @classmethod
@@ -110,22 +112,43 @@ class Engine:
         cls,
         model: str | Path,
         *,
+        scheduler: SchedulerConfig | None = None,
+        cache: CacheConfig | None = None,
         dtype: str = "auto",
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        lookahead: int | None = None,
+        max_step_tokens: int = 1,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
         warm_up: bool = True,
         compile_cache: bool = True,
         progress: bool | None = None,
-        **options: Any,
     ) -> Engine:
-        """An engine on a checkpoint: a known name, a Hugging Face folder, or a GGUF file.
+        """An engine on a checkpoint: a known name, a Hugging Face folder or hub name, or a GGUF file.
 
         `warm_up` compiles every shape now (else each at its first use), through a persistent cache in the user's cache
-        folder if `compile_cache`. `progress` None shows a bar when stderr is a terminal. The rest as in `Engine`.
+        folder if `compile_cache`. `progress` None shows a bar when stderr is a terminal. `eos_token_ids` None takes the
+        checkpoint's. The rest as in `Engine`.
         """
+        if not isinstance(model, (str, Path)):
+            raise ValueError(f"model={model!r} must be a name or a path")
+        weight_dtype = device.resolve_dtype(dtype)
         checkpoint = open_checkpoint(model)
         tokenizer = checkpoint.tokenizer()
-        weights = load_weights(checkpoint, device.resolve_dtype(dtype))
-        options.setdefault("eos_token_ids", checkpoint.eos_token_ids)
-        engine = cls(Decoder(checkpoint.config, weights), tokenizer, **options)
+        weights = load_weights(checkpoint, weight_dtype)
+        engine = cls(
+            Decoder(checkpoint.config, weights),
+            tokenizer,
+            scheduler=scheduler,
+            cache=cache,
+            max_model_len=max_model_len,
+            eos_token_ids=checkpoint.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            lookahead=lookahead,
+            max_step_tokens=max_step_tokens,
+            seed=seed,
+            clock=clock,
+        )
         if warm_up:
             engine.warm_up(compile_cache=compile_cache, progress=progress)
         return engine
@@ -145,7 +168,8 @@ class Engine:
 
             seconds = self.runner.warm_up(progress=report)
         if self._auto is not None:
-            self._resolve_budget(self._auto, keep=compile_cache, progress=progress)
+            config, self._auto = self._auto, None
+            self.set_scheduler(self._resolved(config, keep=compile_cache, progress=progress))
         return seconds
 
     def time_model(
@@ -157,34 +181,23 @@ class Engine:
         `keep`: in the user's cache folder, from where the next engine on the same machine, model and shapes takes it.
         """
         self._require_idle("time_model")
-        max_tokens = max_tokens or device.max_token_budget()
-        machine = profiler.machine(self.runner, max_tokens)
-        path = device.cache_folder("time_models") / f"{hashlib.sha256(machine.encode()).hexdigest()[:24]}.json"
-        if keep and path.exists():
-            with contextlib.suppress(ValueError):  # unreadable: measured again
-                model = TimeModel.load(path)
-                if model.machine == machine:
-                    return model
-        disable = None if progress is None else not progress
-        with tqdm(desc="calibrating", unit=" iterations", leave=False, disable=disable) as bar:
-
-            def report(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            model = profiler.calibrate(
-                self.runner, max_model_len=self.max_model_len, max_tokens=max_tokens, progress=report
-            )
-        if keep:
-            model.save(path)
-        return model
+        return profiler.time_model(
+            self.runner,
+            max_model_len=self.max_model_len,
+            max_tokens=max_tokens or device.max_token_budget(),
+            folder=device.cache_folder("time_models") if keep else None,
+            progress=progress,
+        )
 
     def set_scheduler(self, config: SchedulerConfig) -> None:
-        """Another policy on the same pool and programs; only while idle.
+        """Another policy on the same pool and programs; only while idle. A token budget "auto" is measured now.
 
         ValueError if its iterations can be larger than the largest shape, or more than max_num_seqs sequences.
         """
         self._require_idle("set_scheduler")
+        config = check_instance("config", config, SchedulerConfig)
+        if isinstance(config, Sarathi) and config.token_budget == "auto":
+            config = self._resolved(config)
         scheduler, shapes = self._build(config), self.runner.shapes
         if scheduler.max_step_tokens > shapes.num_tokens[-1] or config.max_num_seqs > shapes.num_slots:
             raise ValueError(
@@ -194,9 +207,9 @@ class Engine:
             )
         self.scheduler = scheduler
 
-    @property
     def has_unfinished(self) -> bool:
-        return bool(self._live)
+        """Whether `step` has something to do or to return."""
+        return bool(self._live or self._undelivered)
 
     @property
     def num_unfinished(self) -> int:
@@ -216,9 +229,10 @@ class Engine:
 
         The prompt and `max_tokens` together are cut at max_model_len (finish reason "length").
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} must be SamplingParams")
+        params = SamplingParams() if params is None else check_instance("params", params, SamplingParams)
+        params = replace(params)  # our own: the caller's holds a dict
+        if self._auto is not None:
+            raise ValueError('token_budget="auto" is measured by warm_up: call it before adding requests')
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id={request_id!r} must be a non-empty string")
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -244,17 +258,34 @@ class Engine:
         live = LiveRequest(request=request, tokenizer=self.tokenizer)
         seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
         for index in range(params.n):
-            seq = Sequence(request, self._next_seq_id, index=index, seed=seed)
+            seq = Sequence(request, self._next_seq_id + index, index=index, seed=seed)
             seq.max_total_tokens = self._max_total_tokens(len(token_ids), params.max_tokens)
-            self.scheduler.add(seq)  # may refuse, the first or none: all are alike
-            self._next_seq_id += 1
-            generation = Generation(seq, self.tokenizer)
-            live.generations.append(generation)
-            self._by_sequence[seq.seq_id] = live, generation
+            live.generations.append(Generation(seq, self.tokenizer))
+        for generation in live.generations:
+            self.scheduler.add(generation.seq)  # may refuse, the first or none: all are alike
+            self._by_sequence[generation.seq.seq_id] = live, generation
+        self._next_seq_id += params.n
         self._live[request_id] = live
 
     def step(self) -> list[RequestOutput]:
-        """Run one iteration; the requests that changed. Empty when nothing did (or with lookahead, not yet)."""
+        """Run one iteration; the requests that changed. Empty when nothing did (or with lookahead, not yet).
+
+        If it raises (Ctrl-C, memory, a policy's fault), nothing is lost: tokens that were not read are computed again
+        by the next steps.
+        """
+        try:
+            self._undelivered += self._run_iteration()
+        except BaseException:
+            self._recover()
+            raise
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def put_back(self, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs that `step` returned and that somebody else waits for: the next `step` returns them again."""
+        self._undelivered += outputs
+
+    def _run_iteration(self) -> list[RequestOutput]:
         start = self.clock()
         plan = self.scheduler.plan(start)
         if plan:
@@ -268,6 +299,19 @@ class Engine:
         outputs = self._update(flight, step, ready)
         self._record(flight, host_s=planned - start + self.clock() - ready)
         return outputs
+
+    def _recover(self) -> None:
+        """After an exception inside a step: as if what it and those in flight had planned was never planned."""
+        self._in_flight.clear()
+        self.scheduler.restart()
+        self.runner.recover()
+        for request_id, live in list(self._live.items()):  # ended, and the output not handed out
+            if all(generation.finish_reason for generation in live.generations):
+                for generation in live.generations:
+                    self.scheduler.finish(generation.seq)
+                    self._by_sequence.pop(generation.seq.seq_id, None)
+                self._undelivered.append(live.output(live.generations))
+                del self._live[request_id]
 
     def abort(self, request_id: str) -> bool:
         """End a request now, wherever it stands; its pages are free at once. False if there is none of that name."""
@@ -298,17 +342,18 @@ class Engine:
             default_token_budget=device.default_token_budget(),
         )
 
-    def _resolve_budget(self, config: Sarathi, *, keep: bool, progress: bool | None) -> None:
-        """The largest budget that holds the SLO with all decodes and the chunk half-way through the model's length."""
+    def _resolved(self, config: Sarathi, *, keep: bool = True, progress: bool | None = None) -> Sarathi:
+        """With the largest budget that holds the SLO, all decodes and the chunk half-way through the model's length."""
         assert config.tbt_slo_s is not None
+        model = self.time_model(keep=keep, progress=progress)
         budget = choose_budget(
-            self.time_model(keep=keep, progress=progress),
+            model,
             tbt_slo_s=config.tbt_slo_s,
             max_num_seqs=config.max_num_seqs,
             context=max(self.max_model_len // 2, 1),
             tile=device.tile(),
         )
-        self.set_scheduler(config.resolved(budget))
+        return config.resolved(budget)
 
     def _require_idle(self, what: str) -> None:
         if self._live:
@@ -321,6 +366,11 @@ class Engine:
         if prompt is not None:
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer: give prompt_token_ids")
+            if isinstance(prompt, str) and len(prompt) > self._max_prompt_chars:
+                raise ValueError(
+                    f"the prompt has {len(prompt)} characters, more than max_model_len={self.max_model_len} tokens "
+                    f"can hold"
+                )
             token_ids = self.tokenizer.encode(prompt)
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
             raise ValueError(f"prompt_token_ids={token_ids!r} must be a list of token ids")
@@ -352,7 +402,10 @@ class Engine:
             if step.prompt_scores is not None:
                 live.add_prompt_scores(chunk, step.prompt_scores, step.first_rows[i])
             if chunk.samples:
-                generation.add_token(step.tokens[i], step.scores, i, eos_token_ids=self.eos_token_ids, now=now)
+                try:
+                    generation.add_token(step.tokens[i], step.scores, i, eos_token_ids=self.eos_token_ids, now=now)
+                except Exception as error:  # a tokenizer's fault, say: it ends this one and no other
+                    generation.finish_reason, generation.stop_reason = "abort", f"{type(error).__name__}: {error}"
                 changed.setdefault(id(live), (live, []))[1].append(generation)
                 if generation.finish_reason is not None:
                     self.scheduler.finish(generation.seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sarathi_jax.detokenizer import Detokenizer
 from sarathi_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
@@ -70,7 +70,7 @@ class Generation:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else list(self.logprobs),
-            metrics=self.metrics,
+            metrics=replace(self.metrics, token_s=list(self.metrics.token_s)),
         )
 
 
@@ -102,7 +102,7 @@ class LiveRequest:
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             outputs=tuple(generation.output(changed=generation in changed) for generation in self.generations),
         )
 
@@ -115,3 +115,11 @@ def candidates(tokenizer: Tokenizer | None, scores: TokenScores, row: int, chose
     if chosen not in found:
         found[chosen] = Logprob(float(scores.chosen[row]), None, decode(chosen))
     return found
+
+
+def max_prompt_chars(tokenizer: Tokenizer | None, max_model_len: int) -> int:
+    """No text longer than this can be short enough in tokens; several times over, as tokenizers may shrink a text."""
+    if tokenizer is None:
+        return 0
+    longest = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+    return max(4 * longest * max_model_len, 1 << 16)

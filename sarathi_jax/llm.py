@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -21,7 +22,7 @@ Prompt = str | Mapping[str, Any]
 class LLM:
     """A model and an engine for whole batches of prompts. Arguments as `Engine.load`.
 
-    Streams may be open while others run. Requests added to `engine` directly are for whoever steps it directly.
+    Streams may be open while others run. Outputs of requests added to `engine` directly wait for whoever steps it.
 
     >>> llm = LLM("smollm2-135m-instruct", scheduler=Sarathi(token_budget=128))
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
@@ -29,7 +30,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any):
         self.engine = Engine.load(model, **options)
-        self._ids = (f"llm-{i}" for i in itertools.count())
+        prefix = f"llm-{uuid.uuid4().hex[:8]}"  # nobody else's ids on this engine
+        self._ids = (f"{prefix}-{i}" for i in itertools.count())
         self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests made here, until they are taken
 
     @property
@@ -48,7 +50,7 @@ class LLM:
         `params` one for all, or one each. `progress` None shows a bar on a terminal when it takes longer than a moment.
         A prompt that cannot run is a ValueError that names it, before any has run.
         """
-        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
         each: list[SamplingParams | None]
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -63,8 +65,13 @@ class LLM:
         progress: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers to conversations (one, or a list of them) through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        """Answers to conversations (one, or a list of them) through the model's chat template.
+
+        `template_options` are variables of the template, such as `add_generation_prompt`; one it does not have is a
+        ValueError.
+        """
+        messages = _listed("messages", messages)
+        conversations = [messages] if all(isinstance(message, Mapping) for message in messages) else messages
         prompts = [{"prompt_token_ids": self._encode_chat(m, template_options)} for m in conversations]
         return self.generate(prompts, params, progress=progress)
 
@@ -76,7 +83,10 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """One prompt (or conversation), its output after every token; `delta` is the new text. Leaving early aborts."""
         if not isinstance(prompt, (str, Mapping)):
-            prompt = {"prompt_token_ids": self._encode_chat(prompt, template_options)}
+            messages = _listed("prompt", prompt)
+            prompt = {"prompt_token_ids": self._encode_chat(messages, template_options)}
+        elif template_options:
+            raise ValueError(f"options {sorted(template_options)} are for a chat template, and the prompt is no chat")
         stream = self._stream(_split(0, prompt), params)
         next(stream)  # runs to the point where the request is in, and from where dropping the iterator aborts it
         return stream  # pyright: ignore[reportReturnType]
@@ -120,15 +130,22 @@ class LLM:
 
     def _step(self) -> None:
         """One iteration; its outputs to those who wait for them, whoever of them runs the engine."""
-        if not self.engine.has_unfinished:
+        if not self.engine.has_unfinished():
             raise RuntimeError("requests still awaited here are gone from the engine: another caller aborted them")
+        others = []
         for output in self.engine.step():
             if output.request_id in self._outputs:
                 self._outputs[output.request_id].append(output)
+            else:
+                others.append(output)
+        self.engine.put_back(others)
 
     def _encode_chat(self, messages: Any, template_options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template")
+        known = self.tokenizer.template_variables | {"add_generation_prompt"}
+        if unknown := template_options.keys() - known:
+            raise ValueError(f"options {sorted(unknown)} are no variables of the chat template; it has {sorted(known)}")
         return self.tokenizer.encode_chat(messages, **template_options)
 
     def _run(
@@ -153,6 +170,12 @@ class LLM:
         finally:
             self._drop(ids)  # on an error or an interrupt nothing stays behind
         return [finished[request_id] for request_id in ids]
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={value!r} must be a list")
+    return list(value)
 
 
 def _split(index: int, prompt: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ Where a page changes hands::
     free + cached + held = all pages, always.
 
 A sequence lists the pages it holds in `Sequence.page_ids`, position p in page `page_ids[p // page_size]`. Only a
-scheduler moves pages: it allocates while planning, and gives back in `Scheduler.finish` and when it preempts.
+scheduler moves pages: it allocates while planning, and gives back in `Scheduler.finish`, when it preempts, and when a
+sequence's last token has been planned.
 
 Pages may be given back while a step that writes them is still running on the device: steps run in order, so the next
 holder's writes come later.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from sarathi_jax import budget
 from sarathi_jax.attention import xla
 from sarathi_jax.budget import Iteration, Sample, TimeModel
+from sarathi_jax.device import processor
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
 from sarathi_jax.runner import ModelRunner
 
@@ -115,6 +120,30 @@ def calibrate(
     return fit(runner, samples, held_out, max_tokens=max_tokens)
 
 
+def time_model(
+    runner: ModelRunner, *, max_model_len: int, max_tokens: int, folder: Path | None, progress: bool | None = None
+) -> TimeModel:
+    """`calibrate` under a bar, or the result of an earlier one in `folder` on the same machine, model and shapes."""
+    name = machine(runner, max_tokens)
+    path = None if folder is None else folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+    if path is not None and path.exists():
+        with contextlib.suppress(ValueError):  # unreadable: measured again
+            model = TimeModel.load(path)
+            if model.machine == name:
+                return model
+    disable = None if progress is None else not progress
+    with tqdm(desc="calibrating", unit=" iterations", leave=False, disable=disable) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        model = calibrate(runner, max_model_len=max_model_len, max_tokens=max_tokens, progress=report)
+    if path is not None:
+        model.save(path)
+    return model
+
+
 def fit(runner: ModelRunner, samples: list[Sample], held_out: list[Sample], *, max_tokens: int) -> TimeModel:
     """The time model of a profile of this runner."""
     return budget.fit(
@@ -136,7 +165,8 @@ def machine(runner: ModelRunner, max_tokens: int) -> str:
     c, s, device = runner.config, runner.shapes, jax.devices()[0]
     rows = ",".join(map(str, _shapes(runner, max_tokens)))
     return (
-        f"{device.platform} {device.device_kind} jax-{jax.__version__} {c.architecture} {c.num_layers}x{c.hidden_size}"
+        f"{device.platform} {device.device_kind} {processor()} jax-{jax.__version__} "
+        f"{c.architecture} {c.num_layers}x{c.hidden_size}"
         f"x{c.intermediate_size} {c.num_heads}/{c.num_kv_heads}x{c.head_dim} vocab-{c.vocab_size} "
         f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{rows} seqs-{s.num_slots}"
     )

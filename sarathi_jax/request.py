@@ -75,6 +75,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS, f"0 <= {name} <= {MAX_LOGPROBS}")
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                set_(self, name, int(getattr(self, name)))  # NumPy's integers overflow where Python's do not
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -88,7 +91,7 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids={ids!r} must be a list of token ids")
         for token in ids:
             _check_int("stop_token_ids entry", token, 0, 2**31 - 1, "token ids are >= 0")
-        set_(self, "stop_token_ids", tuple(ids))
+        set_(self, "stop_token_ids", tuple(map(int, ids)))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")

@@ -87,12 +87,13 @@ class ModelRunner:
         self._leaves, tree = jax.tree.flatten(state)
         self._leaves = tuple(self._leaves)
         self._merge = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        self.kv = make_pool(self.config, shapes, kv_dtype or self._leaves[0].dtype)
+        self._kv_dtype = model.dtype if kv_dtype is None else kv_dtype
+        self.kv = make_pool(self.config, shapes, self._kv_dtype)
         self._state = init_slot_state(shapes.num_slots, self.config.vocab_size)
         self._compiled: dict[int, Callable] = {}
         self._write_slot: Callable | None = None
         self.host_s = 0.0
-        """Seconds the last `execute` took before the device could begin."""
+        """Seconds the last `execute` took before the device could begin (with compilation, if it had to)."""
 
     @property
     def num_compiled(self) -> int:
@@ -139,6 +140,13 @@ class ModelRunner:
         output = self._run(num_rows, built.batch)
         self.host_s = time.perf_counter() - start
         return DeviceStep(built, output)
+
+    def recover(self) -> None:
+        """After an exception in the middle of a step: make anew what was given away to it. What it held is lost."""
+        if self.kv.k.is_deleted() or self.kv.v.is_deleted():
+            self.kv = make_pool(self.config, self.shapes, self._kv_dtype)
+        if any(leaf.is_deleted() for leaf in self._state):
+            self._state = init_slot_state(self.shapes.num_slots, self.config.vocab_size)
 
     def _run(self, num_rows: int, batch: HybridBatch) -> StepOutput:
         output, self.kv, self._state = self._compiled[num_rows](self._leaves, self.kv, self._state, batch)

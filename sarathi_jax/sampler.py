@@ -117,7 +117,8 @@ def slot_rows(
 
 def seed_key(seed: int, index: int) -> UInt32[np.ndarray, " 2"]:
     """Threefry key words of sample `index` of a request with this seed."""
-    return np.random.SeedSequence([seed % 2**64, index]).generate_state(2)
+    low, high = seed % 2**32, seed % 2**64 >> 32  # words of their own, so that no other seed and index give the same
+    return np.random.SeedSequence([low, high, index]).generate_state(2)
 
 
 def prompt_logprobs(

@@ -36,8 +36,8 @@ class Shapes:
     """The enumerated shapes of one engine.
 
     num_tokens: T of each shape, ascending. num_rows: sequence rows S (the same in every shape, padded). num_slots: live
-    sequences; row and slot `num_slots` of device state is the sink. max_pages: N, width of the page table. num_pages:
-    the pool's pages; page `num_pages` is the sink.
+    sequences; row and slot `num_slots` of device state is the sink. max_pages: N, width of the page table, the most
+    pages that a sequence can have. num_pages: the pool's pages; page `num_pages` is the sink.
     """
 
     num_tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Shapes:
             num_rows=round_up(max_num_seqs, _SMALLEST),
             num_slots=max_num_seqs,
             page_size=page_size,
-            max_pages=-(-max_model_len // page_size),
+            max_pages=min(-(-max_model_len // page_size), num_pages),
             num_pages=num_pages,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 import jinja2
 import tokenizers
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -69,7 +70,7 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.backend = backend
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -97,9 +98,17 @@ class Tokenizer:
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`, as the tokenizers library has it. Ids without a token (padded rows) are ''."""
+        """Text of `ids`, as the tokenizers library has it. Ids without a token (padded rows) are ''.
+
+        Raises ValueError where the tokenizer's own decoder breaks down.
+        """
         known = [i for i in ids if 0 <= i < self.vocab_size]
-        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's Rust panics; no class of it can be imported
+                raise
+            raise ValueError(f"the tokenizer's decoder breaks down at ids {reprlib.repr(known)}: {error}") from None
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id that has none, whatever its size."""
@@ -121,6 +130,15 @@ class Tokenizer:
             return _compile(self.chat_template).render(messages=messages, **variables)
         except Exception as error:  # a template is somebody's program and may fail in any way
             raise ValueError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and does not set itself; empty where it cannot be parsed."""
+        environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols, _GenerationTag])
+        try:
+            return frozenset(meta.find_undeclared_variables(environment.parse(self.chat_template or "")))
+        except jinja2.TemplateError:
+            return frozenset()
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
@@ -146,18 +164,19 @@ class Tokenizer:
         """The tokenizer a GGUF file describes; `metadata` maps its keys to plain values.
 
         Kinds `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE). Raises ValueError for others, for an unknown
-        pre-tokenizer, and for missing or contradictory keys.
+        pre-tokenizer, and for keys that are missing, of a wrong type, or contradictory.
         """
-        kind = _required(metadata, "tokenizer.ggml.model")
-        tokens = list(_required(metadata, "tokenizer.ggml.tokens"))
-        pre = metadata.get("tokenizer.ggml.pre", "default")
+        kind = _required(metadata, "tokenizer.ggml.model", "a string")
+        tokens = list(_required(metadata, "tokenizer.ggml.tokens", "a list of strings"))
+        pre = _get(metadata, "tokenizer.ggml.pre", "a string", "default")
         if kind == "gpt2":
-            backend = _byte_level_backend(tokens, _required(metadata, "tokenizer.ggml.merges"), pre)
+            merges = _required(metadata, "tokenizer.ggml.merges", "a list of strings")
+            backend = _byte_level_backend(tokens, merges, pre)
         elif kind == "llama":
             backend = _sentencepiece_backend(tokens, metadata)
         else:
             raise ValueError(f"tokenizer.ggml.model={kind!r} is not supported; known: gpt2, llama")
-        types = list(metadata.get("tokenizer.ggml.token_type", ()))
+        types = list(_get(metadata, "tokenizer.ggml.token_type", "a list of integers", ()))
         if types and len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
         for special in (True, False):
@@ -169,18 +188,21 @@ class Tokenizer:
         by_default = {"bos": 1, "eos": 2} if kind == "llama" else {}
         bos = _token_id(metadata, "bos", tokens, by_default.get("bos"))
         eos = [_token_id(metadata, name, tokens, by_default.get(name)) for name in ("eos", "eot", "eom")]
-        add_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS)
+        by_kind = kind == "llama" or pre in _WHOLE_WORDS
         return cls(
             backend,
             bos_token_id=bos,
             eos_token_ids=[i for i in eos if i is not None],
-            add_bos=bool(add_bos),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            add_bos=_get(metadata, "tokenizer.ggml.add_bos_token", "true or false", by_kind),
+            chat_template=_get(metadata, "tokenizer.chat_template", "a string"),
         )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a folder in Hugging Face layout: tokenizer.json, and the configuration beside it."""
+        """The tokenizer of a folder in Hugging Face layout: tokenizer.json, and the configuration beside it.
+
+        Raises ValueError for what is missing or malformed, and for a decoder that breaks down at some token.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -190,19 +212,58 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{file} is not a tokenizer: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
-        model = _read_json(folder / "config.json")
-        eos = [_named_id(backend, config, "eos_token", folder)]
-        for source in (_read_json(folder / "generation_config.json"), model):
-            ids = source.get("eos_token_id")
+        here = f" in {folder / 'tokenizer_config.json'}"
+        eos = [_named_id(backend, config, "eos_token", here)]
+        for name in ("generation_config.json", "config.json"):
+            ids = _get(_read_json(folder / name), "eos_token_id", _IDS, [], f" in {folder / name}")
             eos += ids if isinstance(ids, list) else [ids]
-        bos = _named_id(backend, config, "bos_token", folder)
-        return cls(
+        bos = _named_id(backend, config, "bos_token", here)
+        if bos is None and "bos_token" not in config:
+            bos = _get(_read_json(folder / "config.json"), "bos_token_id", "an integer >= 0", at=" in config.json")
+        tokenizer = cls(
             backend,
-            bos_token_id=model.get("bos_token_id") if bos is None and "bos_token" not in config else bos,
+            bos_token_id=bos,
             eos_token_ids=[i for i in eos if i is not None],
-            add_bos=config.get("add_bos_token"),
-            chat_template=_folder_chat_template(folder, config),
+            add_bos=_get(config, "add_bos_token", "true or false", at=here),
+            chat_template=_folder_chat_template(folder, config, here),
         )
+        try:
+            tokenizer.decode(sorted(backend.get_vocab(with_added_tokens=True).values()), skip_special_tokens=False)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        return tokenizer
+
+
+_IDS = "an integer >= 0, or a list of them"
+
+
+def _list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(type(entry) in kinds for entry in value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "a string": lambda value: isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
+    "an integer >= 0": _is_id,
+    _IDS: lambda value: _is_id(value) or (isinstance(value, list) and all(map(_is_id, value))),
+    "a list of strings": _list_of(str),
+    "a list of integers": _list_of(int),
+    "a list of numbers": _list_of(int, float),
+}
+
+
+def _get(source: Mapping[str, Any], key: str, rule: str, default: Any = None, at: str = "") -> Any:
+    """`source[key]`, or `default` where that is missing or null; ValueError for a value against the rule."""
+    value = source.get(key)
+    if value is None:
+        return default
+    if not _RULES[rule](value):
+        raise ValueError(f"{key}={reprlib.repr(value)}{at} must be {rule}")
+    return value
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -270,20 +331,20 @@ def _post_processing(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int
     return ids[: len(ids) - len(plain)], []
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> Any:
+def _required(metadata: Mapping[str, Any], key: str, rule: str) -> Any:
     if metadata.get(key) is None:
         raise ValueError(f"the GGUF metadata has no {key!r}; it is needed to build the tokenizer")
-    return metadata[key]
+    return _get(metadata, key, rule)
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, tokens: list[str], default: int | None) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    value = metadata.get(key, default)
-    if value is None or (key not in metadata and value >= len(tokens)):
-        return None
-    if not 0 <= value < len(tokens):
+    value = _get(metadata, key, "an integer >= 0")
+    if value is None:
+        return default if default is not None and default < len(tokens) else None
+    if value >= len(tokens):
         raise ValueError(f"{key}={value} is outside the vocabulary of {len(tokens)} tokens")
-    return int(value)
+    return value
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
@@ -322,13 +383,15 @@ def _byte_level_backend(tokens: list[str], merges: Iterable[str], pre: str) -> t
 
 def _sentencepiece_backend(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
-    if metadata.get("tokenizer.ggml.merges") is not None:
-        merges = _split_merges(metadata["tokenizer.ggml.merges"])
+    merges = _get(metadata, "tokenizer.ggml.merges", "a list of strings")
+    if merges is not None:
+        merges = _split_merges(merges)
     else:
-        merges = _merges_from_scores(vocab, list(_required(metadata, "tokenizer.ggml.scores")))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    backend = _bpe(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        merges = _merges_from_scores(vocab, _required(metadata, "tokenizer.ggml.scores", "a list of numbers"))
+    unknown = _token_id(metadata, "unknown", tokens, 0)
+    unk_token = None if unknown is None else tokens[unknown]
+    backend = _bpe(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+    prefixed = _get(metadata, "tokenizer.ggml.add_space_prefix", "true or false", True)
     to_pieces: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
     to_pieces.append(normalizers.Replace(" ", "▁"))
     to_text: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -366,26 +429,29 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _named_id(backend: tokenizers.Tokenizer, config: dict[str, Any], key: str, folder: Path) -> int | None:
-    token = config.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
+def _named_id(backend: tokenizers.Tokenizer, config: dict[str, Any], key: str, at: str) -> int | None:
+    value = config.get(key)
+    token = _get({key: value.get("content")} if isinstance(value, dict) else config, key, "a string", at=at)
     if token is None:
         return None
     token_id = backend.token_to_id(token)
     if token_id is None:
-        raise ValueError(f"{key}={token!r} in {folder / 'tokenizer_config.json'} is not a token of tokenizer.json")
+        raise ValueError(f"{key}={token!r}{at} is not a token of tokenizer.json")
     return token_id
 
 
-def _folder_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _folder_chat_template(folder: Path, config: dict[str, Any], at: str) -> str | None:
     """chat_template.jinja, else the configuration's template; of several named ones, `default`."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {t["name"]: t["template"] for t in template}
-        if "default" not in named and len(named) != 1:
-            raise ValueError(f"chat templates {sorted(named)} in {folder}: one of several must be named 'default'")
-        return named.get("default") or next(iter(named.values()))
-    return template
+    if not isinstance(template, list):
+        return _get(config, "chat_template", "a string", at=at)
+    for entry in template:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+            raise ValueError(f"chat_template{at} has {reprlib.repr(entry)}, not the strings 'name' and 'template'")
+    named = {entry["name"]: entry["template"] for entry in template}
+    if "default" not in named and len(named) != 1:
+        raise ValueError(f"chat templates {sorted(named)} in {folder}: one of several must be named 'default'")
+    return named["default"] if "default" in named else next(iter(named.values()))

@@ -343,6 +343,23 @@ class Scheduler(abc.ABC):
                 return False
         return True
 
+    def restart(self) -> None:
+        """Everybody back to the queue with the outputs that were read, to be computed again: for after a failed step.
+
+        Whatever was planned and not read counts as never planned. Draws depend on seed and position, so the same tokens
+        come again.
+        """
+        for seq in list(self.running):
+            self.running.remove(seq)
+            self._release_pages(seq)
+            self._release_slot(seq)
+            seq.num_computed = 0
+            seq.num_preemptions += 1
+            seq.status = Status.WAITING
+            self._enqueue(seq)
+        for seq in self.waiting:
+            seq.num_pending = 0
+
     def _preempt(self, draft: Draft, victim: Sequence) -> None:
         """Back to the queue, outputs kept, everything to be computed again. Unread tokens stay pending."""
         assert victim not in draft, f"preempting {victim}, which is in the plan already"

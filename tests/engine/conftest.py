@@ -192,7 +192,7 @@ def drain(
 ) -> Log:
     """Step until nothing is left, checking every promise about pages, outputs and ends on the way."""
     log = Log()
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         if before_step:
             before_step(log.num_steps)
         outputs = engine.step()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -177,9 +181,20 @@ def test_a_tokenizer_of_another_model_is_refused(byte_tokenizer):
         Engine(model, byte_tokenizer)
 
 
-def test_a_cache_in_another_dtype_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="cache dtype='bfloat16' must be the model's, float32"):
-        Engine(tiny_model, None, cache=CacheConfig(dtype="bfloat16", num_pages=8))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduler": "sarathi"}, "scheduler='sarathi' must be SchedulerConfig"),
+        ({"scheduler": 0}, "scheduler=0 must be SchedulerConfig"),
+        ({"cache": {"num_pages": 4}}, "cache=.* must be CacheConfig"),
+        ({"max_step_tokens": -4}, "max_step_tokens=-4"),
+        ({"eos_token_ids": [10**6]}, r"eos_token_ids has 1000000; .* \[0, 264\)"),
+        ({"eos_token_ids": ["a"]}, "eos_token_ids has 'a'"),
+    ],
+)
+def test_an_engine_of_the_wrong_parts_is_refused(tiny_model, options, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_model, None, **{"cache": CacheConfig(num_pages=8), **options})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "", "FLOAT32"])
@@ -216,13 +231,66 @@ def test_pages_follow_the_memory(monkeypatch, tiny_model):
     page = device.page_bytes(config, 16, jnp.dtype(jnp.float32))
     assert page == 8192
     assert device.page_bytes(config, 16, jnp.dtype(jnp.bfloat16)) == 4096
-    assert count(1, num_pages=5) == 5
+    assert device.page_bytes(config, 16, jnp.bfloat16) == 4096
     assert count(100 * page) == 8  # a tenth, less the sink, cut to three bits
     assert count(100 * page, memory_fraction=0.2) == 16
     assert count(150 * page) == count(160 * page) == 14, "a little more memory is not another program"
     assert count(10**12) == 4 * 7, "no more than can ever be used"
     with pytest.raises(ValueError, match=r"no room for the KV cache.*memory_fraction"):
         count(10 * page)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_pages_that_are_asked_for_must_fit_the_memory(monkeypatch, tiny_model, platform):
+    """Five pages of 8 KiB and the sink need 48 KiB; else the pool is cut short by whoever kills the process."""
+    monkeypatch.setattr(device, "platform", lambda: platform)
+    count = lambda: device.num_pages(
+        tiny_model.config, CacheConfig(num_pages=5), dtype=jnp.float32, max_num_seqs=4, max_model_len=100
+    )
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: 6 * 8192)
+    assert count() == 5
+    monkeypatch.setattr(device, "free_memory_bytes", lambda: 6 * 8192 - 1)
+    with pytest.raises(ValueError, match=r"num_pages=5 of page_size=16 need 49,152 bytes and 49,151 are free; lower"):
+        count()
+
+
+def test_an_engine_larger_than_the_machine_is_refused(new_engine):
+    with pytest.raises(ValueError, match=r"num_pages=1000000000000 of page_size=\d+ need .* are free"):
+        new_engine(num_pages=10**12)
+
+
+_CHAT = """
+import builtins, runpy, sys
+import sarathi_jax as sj
+
+asked = []
+
+class LLM:
+    def __init__(self, *_, **__): pass
+    def stream(self, messages, params):
+        asked.append([m["content"] for m in messages])
+        if len(messages[-1]["content"]) > 5:
+            raise ValueError("too long")
+        yield type("Output", (), {"delta": "yes", "text": "yes"})
+
+questions = iter(["hi", "far too long", "bye", ""])
+builtins.input = lambda _: next(questions)
+sj.LLM = LLM
+sys.argv = ["chat.py"]
+try:
+    runpy.run_path(CHAT, run_name="__main__")
+except SystemExit:
+    print(asked)
+"""
+
+
+def test_a_question_that_is_refused_leaves_the_conversation():
+    """It would be sent again with each question that follows, and refuse them all."""
+    chat = Path(__file__).parents[2] / "examples" / "chat.py"
+    done = subprocess.run(
+        [sys.executable, "-c", f"CHAT = {str(chat)!r}\n{_CHAT}"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1] == str([["hi"], ["hi", "yes", "far too long"], ["hi", "yes", "bye"]]), done
 
 
 def test_the_machine_has_memory_and_a_tile():

@@ -255,7 +255,7 @@ def test_step_statistics_add_up(scripted):
     ask(engine, "a", list(range(20)), max_tokens=3)
     ask(engine, "b", list(range(8)), max_tokens=3)
     seen = []
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         engine.step()
         stats = engine.last_step
         seen.append((stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_seqs, stats.num_pages_held))

@@ -122,7 +122,7 @@ def test_an_interrupt_leaves_an_engine_that_works(llm, monkeypatch, error):
     with pytest.raises(error, match="stop"):
         llm.generate(["a" * 50, "b" * 20, "c"], greedy(20))
     monkeypatch.undo()
-    assert not llm.engine.has_unfinished
+    assert not llm.engine.has_unfinished()
     assert llm.engine.pool.num_held == 0
     assert len(llm.generate("abc", greedy(3))[0].token_ids) == 3
 
@@ -168,3 +168,38 @@ def test_eos_of_the_checkpoint_ends_a_text(llm):
     assert (output.token_ids, output.text, output.finish_reason) == ([2], "", "stop")
     assert llm.engine.eos_token_ids[0] in (2, 95)
     assert 2 in llm.engine.eos_token_ids
+
+
+def test_outputs_of_the_engine_s_own_user_wait_for_them(llm):
+    llm.engine.add_request("mine", prompt_token_ids=[5, 6, 7], params=greedy(3))
+    (output,) = llm.generate("Hello", greedy(12))
+    assert len(output.token_ids) == 12
+    assert llm.engine.has_unfinished()
+    outputs = []
+    while llm.engine.has_unfinished():
+        outputs += llm.engine.step()
+    assert [len(o.token_ids) for o in outputs] == [1, 2, 3]
+    assert outputs[-1].finished
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(llm, monkeypatch):
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenised"))
+    with pytest.raises(ValueError, match=r"10000000 characters, more than max_model_len=192"):
+        llm.generate("x" * 10_000_000)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.chat([{"role": "user", "content": "x"}], temperatur=3),
+        lambda llm: llm.stream("Hi", bogus=1),
+        lambda llm: llm.chat(None),
+        lambda llm: llm.chat([]),
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate(3),
+        lambda llm: llm.stream(None),
+    ],
+)
+def test_a_misspelt_option_or_no_prompt_is_refused(llm, call):
+    with pytest.raises(ValueError, match=r"temperatur|bogus|None|3|\[\]"):
+        call(llm)

@@ -95,7 +95,7 @@ def test_auto_takes_the_budget_that_the_measured_model_gives(tiny_model, monkeyp
     for call in (engine.time_model, lambda: engine.set_scheduler(sj.Sarathi(token_budget=16))):
         with pytest.raises(ValueError, match="idle engine; 1 requests have not ended"):
             call()
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         engine.step()
     with pytest.raises(ValueError, match=r"up to 256 tokens.*128"):
         engine.set_scheduler(sj.Sarathi(token_budget=256, max_num_seqs=4))

@@ -105,7 +105,7 @@ def test_random_requests_compile_nothing_and_leave_nothing(warm_engines, drain, 
                 add_one()
         if rng.random() < 0.04:
             aborted += engine.abort(str(rng.choice(list(engine._live))))
-            if not engine.has_unfinished:
+            if not engine.has_unfinished():
                 add_one()
         counts.add(engine.scheduler.num_running)
 

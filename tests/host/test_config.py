@@ -63,7 +63,12 @@ def test_num_params_of_smollm2_135m():
     ("field", "value"),
     [(name, 0) for name, value in SMOLLM2.items() if type(value) is int]
     + [("num_layers", True), ("hidden_size", 576.0), ("num_kv_heads", 2), ("head_dim", 63), ("sliding_window", 0)]
-    + [(name, value) for name in ("rms_norm_eps", "rope_theta") for value in (0, -1.0, float("nan"), float("inf"))]
+    + [
+        (name, value)
+        for name in ("rms_norm_eps", "rope_theta")
+        for value in (0, -1.0, float("nan"), float("inf"), 10**400)
+    ]
+    + [("rope_theta", 1), ("rope_theta", 0.5)]
     + [(name, value) for name in ("attention_soft_cap", "logit_soft_cap") for value in (0.0, -1.0, float("nan"))],
 )
 def test_a_bad_model_is_refused_by_field(field, value):
@@ -94,6 +99,44 @@ def test_rope_kinds_that_need_the_trained_context(kind):
     with pytest.raises(ValueError, match=f"{kind}.*original_max_position"):
         RopeScaling(kind=kind, factor=2.0)
     assert RopeScaling(kind=kind, factor=2.0, original_max_position=4096).factor == 2.0
+
+
+@pytest.mark.parametrize("value", [0, -1, 4096.0, True])
+def test_the_trained_context_is_a_length(value):
+    with pytest.raises(ValueError, match=f"original_max_position={value}"):
+        RopeScaling(kind="yarn", factor=2.0, original_max_position=value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("llama3", {"low_freq_factor": 4.0}, r"low_freq_factor=4\.0.*high_freq_factor=4\.0"),
+        ("llama3", {"low_freq_factor": 8.0}, r"low_freq_factor=8\.0.*high_freq_factor=4\.0"),
+        ("yarn", {"beta_fast": 1.0}, r"beta_slow=1\.0.*beta_fast=1\.0"),
+        ("yarn", {"beta_slow": 64}, r"beta_slow=64.*beta_fast=32"),
+        *[
+            ("yarn", {name: value}, f"{name}=")
+            for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+            for value in (0, -1.0, float("nan"), float("inf"), "1", 10**400)
+        ],
+        *[
+            ("llama3", {name: value}, f"{name}=")
+            for name in ("low_freq_factor", "high_freq_factor")
+            for value in (0, -1.0, float("nan"), float("inf"))
+        ],
+    ],
+)
+def test_a_rope_that_would_divide_by_zero_is_refused(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(kind=kind, factor=2.0, original_max_position=4096, **fields)
+
+
+def test_a_dynamic_rope_needs_more_than_one_frequency():
+    scaling = RopeScaling(kind="dynamic", factor=2.0, original_max_position=64)
+    with pytest.raises(ValueError, match="head_dim=2"):
+        model(head_dim=2, rope_scaling=scaling)
+    assert model(head_dim=4, rope_scaling=scaling).head_dim == 4
+    assert model(head_dim=2).head_dim == 2
 
 
 def test_unknown_rope_kind_lists_the_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -282,7 +283,53 @@ def test_bad_gguf_metadata(change, message):
         Tokenizer.from_gguf(metadata | change)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "rule"),
+    [
+        ("gpt2", "model", ["gpt2"], "a string"),
+        *[("gpt2", "tokens", value, "a list of strings") for value in (5, "ab", [1, 2], ["a", None])],
+        *[("gpt2", "pre", value, "a string") for value in (["x"], 5)],
+        *[("gpt2", "merges", value, "a list of strings") for value in (5, [1], "a b")],
+        *[("gpt2", "token_type", value, "a list of integers") for value in (3, ["a", "b"], [1.0, 1.0])],
+        *[("gpt2", "eos_token_id", value, "an integer >= 0") for value in ("x", [1], 1.5, -1, True)],
+        *[("llama", "bos_token_id", value, "an integer >= 0") for value in ("x", 1.5)],
+        *[("llama", "unknown_token_id", value, "an integer >= 0") for value in ("a", -1)],
+        ("llama", "unknown_token_id", 10**9, "outside the vocabulary of 2"),
+        *[("llama", "scores", value, "a list of numbers") for value in ("x", ["a", "b"], 5)],
+        *[("llama", name, "no", "true or false") for name in ("add_bos_token", "add_space_prefix")],
+        ("gpt2", "add_bos_token", 0, "true or false"),
+    ],
+)
+def test_gguf_values_of_a_wrong_type_are_named(kind, key, value, rule):
+    metadata = {"model": kind, "tokens": ["a", "b"], "eos_token_id": 1, "bos_token_id": 0}
+    metadata |= {"merges": []} if kind == "gpt2" else {"scores": [0.0, 0.0]}
+    metadata = {f"tokenizer.ggml.{k}": v for k, v in (metadata | {key: value}).items()}
+    shown = re.escape(f"tokenizer.ggml.{key}={value!r}")
+    with pytest.raises(ValueError, match=rf"{shown}.*{rule}"):
+        Tokenizer.from_gguf(metadata)
+
+
+def test_a_gguf_chat_template_is_text():
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template=5 must be a string"):
+        byte_level(chat_template=5)
+
+
+def test_a_sentencepiece_vocabulary_may_be_smaller_than_its_default_ids():
+    keys = {"model": "llama", "tokens": [], "scores": [], "add_bos_token": False}
+    t = Tokenizer.from_gguf({f"tokenizer.ggml.{k}": v for k, v in keys.items()})
+    assert (t.vocab_size, t.bos_token_id, t.eos_token_ids) == (0, None, ())
+
+
 # ----------------------------------------------------------------------------------------------- texts and odd ids
+
+
+def test_ids_with_gaps_keep_their_text():
+    vocab = {letter: i for i, letter in enumerate(byte_letters())} | {"ab": 4000}
+    t = Tokenizer(Backend(models.BPE(vocab=vocab, merges=[("a", "b")])))
+    assert t.encode("ab") == [4000]
+    assert t.decode([4000, 97]) == "ab a"
+    assert t.token(4000) == "ab"
+    assert (t.vocab_size, t.token(3999), t.decode([3999])) == (4001, None, "")
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ude00\ud83d"])
@@ -461,6 +508,52 @@ def test_folder_errors_name_the_file(tmp_path):
     named = BOS_EOS | {"chat_template": [{"name": n, "template": n} for n in ("a", "b")]}
     with pytest.raises(ValueError, match="must be named 'default'"):
         Tokenizer.from_folder(save(tmp_path, tokenizer_config=named))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        *[("tokenizer_config", "eos_token", value) for value in (["a"], 5, {"content": ["a"]})],
+        *[("tokenizer_config", "bos_token", value) for value in (5, [1], True)],
+        *[("tokenizer_config", "add_bos_token", value) for value in ("no", 1)],
+        *[("tokenizer_config", "chat_template", value) for value in (5, {"default": "x"})],
+        *[("generation_config", "eos_token_id", value) for value in ("a", 1.5, -1, ["a"], [[1]], [True], {})],
+        *[("config", "eos_token_id", value) for value in ("a", 1.5, -1, ["a"])],
+        *[("config", "bos_token_id", value) for value in ([0], "a", -1)],
+    ],
+)
+def test_folder_values_of_a_wrong_type_are_named(tmp_path, file, key, value):
+    with pytest.raises(ValueError, match=rf"^{key}=.* in .*{file}\.json must be"):
+        Tokenizer.from_folder(save(tmp_path, **{file: {key: value}}))
+
+
+@pytest.mark.parametrize("template", [[1, 2], [{"name": "default"}], [{"name": 1, "template": "x"}]])
+def test_a_list_of_chat_templates_names_each(tmp_path, template):
+    with pytest.raises(ValueError, match=r"chat_template in .*tokenizer_config\.json has .*'name' and 'template'"):
+        Tokenizer.from_folder(save(tmp_path, tokenizer_config={"chat_template": template}))
+
+
+def test_a_decoder_that_breaks_down_is_refused(tmp_path):
+    """The library panics, with an exception that is no Exception: nothing that serves would catch it."""
+    t = Tokenizer.from_folder(save(tmp_path))
+    t.backend.decoder = decoders.Sequence([decoders.Strip("a", 3, 3), decoders.Fuse()])
+    assert t.decode([98]) == "b"
+    with pytest.raises(ValueError, match=r"decoder breaks down at ids \[97\]"):
+        t.decode([97])
+    t.backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the tokenizer's decoder breaks down"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_an_interrupted_decode_stays_an_interrupt():
+    class Interrupted:
+        def decode(self, *_, **__):
+            raise KeyboardInterrupt
+
+    t = byte_level()
+    t.backend = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        t.decode([97])
 
 
 def test_tokenizing_needs_no_jax():

@@ -174,6 +174,12 @@ def test_rope_in_every_spelling(spelling, field, kind, fields, expected):
     assert config.max_position == 32768
 
 
+def test_a_yarn_mscale_of_zero_is_none_as_in_transformers():
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale": 0, "mscale_all_dim": 0.0}
+    scaling = model_config_from_hf(LLAMA | {"rope_scaling": rope}).rope_scaling
+    assert (scaling.mscale, scaling.mscale_all_dim) == (None, None)
+
+
 def test_the_base_inside_rope_parameters_wins():
     rope = {"rope_type": "default", "rope_theta": 1e6}
     assert model_config_from_hf(LLAMA | {"rope_parameters": rope}).rope_theta == 1e6
@@ -207,6 +213,12 @@ def test_a_rope_field_that_its_kind_does_not_use_is_warned_about():
         ({"rope_type": "linear", "factor": "4"}, "finite number"),
         ({"rope_type": "linear", "factor": 0.5}, r"factor=0\.5"),
         ({"rope_type": "yarn", "factor": 4.0, "mystery": 1}, "mystery"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": -1.0}, r"beta_fast=-1\.0"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": -5.0}, r"attention_factor=-5\.0"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": "false"}, "truncate='false'"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}, "original_max_position.*=0"),
+        ({"rope_type": "yarn", "factor": 10**400}, "factor.*finite number"),
+        ({"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}, r"rope_theta=1\.0"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({FULL: {"rope_type": "default"}, WINDOW: {"rope_type": "default"}}, "flat object"),
         ([1], "flat object"),
@@ -251,6 +263,18 @@ def test_activations(name, expected):
         ({"head_dim": 15}, "head_dim"),
         ({"num_key_value_heads": 3}, "num_kv_heads"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*finite number"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.*finite number"),
+        ({"rope_theta": -(10**400)}, "rope_theta=-1000.*finite number"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings=1000"),
+        (
+            {"max_position_embeddings": 10**400, "rope_scaling": {"rope_type": "yarn"}},
+            "max_position_embeddings=1000.*32 bits",
+        ),
+        (
+            {"hidden_size": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "head_dim=2 has no 'dynamic' rope",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, message):

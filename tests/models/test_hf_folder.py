@@ -2,7 +2,9 @@
 
 import json
 import struct
+import time
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from safetensors.numpy import save, save_file
 
 from sarathi_jax.models.checkpoint import open_checkpoint
 from sarathi_jax.models.hf_folder import HFCheckpoint
+from sarathi_jax.models.weights import init_weights, load_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -168,6 +171,29 @@ def test_what_is_missing_is_said(tmp_path):
         HFCheckpoint(tmp_path)
     with pytest.raises(ValueError, match="no tensor 'x'"):
         HFCheckpoint(folder(tmp_path, weights())).read("x")
+
+
+def test_a_folder_of_another_kind_is_told_which_kinds_there_are(tmp_path):
+    (tmp_path / "manifest.ocdbt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is a folder without config\.json; known formats: .*safetensors.*\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+def test_more_layers_than_tensors_are_refused_before_they_are_counted_out(tmp_path):
+    checkpoint = open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=10**8))
+    before = time.perf_counter()
+    with pytest.raises(ValueError, match="the config has 100000000 layers and the checkpoint 4 tensors"):
+        load_weights(checkpoint, jnp.dtype(np.float32))
+    assert time.perf_counter() - before < 5, "a billion names take minutes and the machine's memory"
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, jnp.float32, jnp.dtype(jnp.float32)])
+def test_weights_are_made_in_a_dtype_of_any_spelling(tmp_path, dtype):
+    config = open_checkpoint(folder(tmp_path, weights())).config
+    made = init_weights(config, dtype)
+    assert {array.dtype for array in made.values()} == {np.dtype(np.float32)}
+    with pytest.raises(ValueError, match="tensors missing"):
+        load_weights(open_checkpoint(tmp_path), dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64, np.int64])

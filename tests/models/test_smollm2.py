@@ -104,7 +104,7 @@ def continue_(engine: Engine, names: list[str], **options) -> dict[str, sj.Reque
         params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=2, **options)
         engine.add_request(name, prompt_token_ids=FILE[f"{name}/prompt_ids"].tolist(), params=params)
     final = {}
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         final.update({o.request_id: o for o in engine.step()})
         engine.check_integrity()
     assert engine.pool.num_held == 0
@@ -144,7 +144,7 @@ def test_continuations_survive_small_chunks_and_preemption(make):
         for name in names:
             params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
             engine.add_request(name, prompt_token_ids=FILE[f"{name}/prompt_ids"].tolist(), params=params)
-        while engine.has_unfinished:
+        while engine.has_unfinished():
             final.update({o.request_id: o for o in engine.step()})
     finally:
         engine.pool.free(taken)
@@ -161,7 +161,7 @@ def test_prompt_logprobs_are_those_of_transformers(make, name):
     engine.add_request(
         "x", prompt_token_ids=ids, params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     )
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         for output in engine.step():
             first, *rest = output.prompt_logprobs
     assert first is None
@@ -177,7 +177,7 @@ def test_text_in_text_out(make):
     chat = engine.tokenizer.encode_chat(messages)
     engine.add_request("chat", prompt_token_ids=chat, params=SamplingParams(temperature=0.0, max_tokens=24))
     final = {}
-    while engine.has_unfinished:
+    while engine.has_unfinished():
         final.update({o.request_id: o for o in engine.step()})
     assert "Paris" in final["plain"].text
     assert "Paris" in final["chat"].text
