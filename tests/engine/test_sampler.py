@@ -615,3 +615,8 @@ def test_full_vocabulary_filters(full_size):
         drawn = np.stack(tokens)[:, r]
         assert ((probs[drawn] > 0) | unsure[drawn]).all(), row
         assert len(np.unique(drawn)) > 10
+
+
+def test_no_other_seed_and_sample_draw_the_same():
+    keys = {tuple(seed_key(seed, index)) for seed in (5, 5 + 3 * 2**32, 3, -1, 2**63 - 1) for index in range(4)}
+    assert len(keys) == 20
