@@ -101,7 +101,7 @@ def naive(plan: StepPlan, built: BuiltBatch, shapes: Shapes) -> None:
             assert s.top_k[i] == max(p.top_k, 0)
             assert s.use_state[i] == (p.has_penalties or p.min_tokens > 0)
             words = [seq.seed % 2**32, (seq.seed >> 32) % 2**32, seq.index]
-                assert s.key[i].tolist() == np.random.SeedSequence(words).generate_state(2).tolist()
+            assert s.key[i].tolist() == np.random.SeedSequence(words).generate_state(2).tolist()
         else:
             assert s.temperature[i] == 0.0
             assert not s.use_state[i]
