@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import tokenizers
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from sarathi_jax import chat_template
 
 DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 
@@ -46,7 +42,6 @@ _PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
 """Kinds that take a word found in the vocabulary before any merge, and add BOS unless the file says not to."""
 
-_MESSAGE = "{'role': 'user', 'content': 'Hi'}"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -124,21 +119,13 @@ class Tokenizer:
             "bos_token": "" if self.bos_token_id is None else self.token(self.bos_token_id),
             "eos_token": self.token(self.eos_token_ids[0]) if self.eos_token_ids else "",
         }
-        _check_messages(messages)
         variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt} | names | kwargs
-        try:
-            return _compile(self.chat_template).render(messages=messages, **variables)
-        except Exception as error:  # a template is somebody's program and may fail in any way
-            raise ValueError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+        return chat_template.render(self.chat_template, messages, variables)
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads and does not set itself; empty where it cannot be parsed."""
-        environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols, _GenerationTag])
-        try:
-            return frozenset(meta.find_undeclared_variables(environment.parse(self.chat_template or "")))
-        except jinja2.TemplateError:
-            return frozenset()
+        return chat_template.variables(self.chat_template or "")
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
@@ -277,48 +264,6 @@ def _check_text(name: str, text: Any) -> None:
                 f"{name} has half a surrogate pair, {text[error.start]!a} at character {error.start}; "
                 "it is no Unicode text: replace or remove it"
             ) from None
-
-
-def _check_messages(messages: Any) -> None:
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages={messages!r} must be a list of one or more messages like {_MESSAGE}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}]={message!r} must be a mapping with a string 'role', like {_MESSAGE}")
-        content = message.get("content")
-        parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
-        if not (content is None or isinstance(content, str) or parts):
-            raise ValueError(f"messages[{i}] has content={content!r}; it must be a string, None, or a list of parts")
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, which marks an assistant's words for training: here they are only words."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    """A chat template under the rules and with the helpers that transformers gives it. It is untrusted: sandboxed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(template)
 
 
 def _post_processing(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

@@ -78,7 +78,7 @@ def naive(plan: StepPlan, built: BuiltBatch, shapes: Shapes) -> None:
                 assert batch.token_slots[row] == seq.slot
             else:
                 assert t.token_ids[row] == all_ids[position]
-            wants = seq.params.prompt_logprobs is not None and position + 1 < seq.prompt_len
+            wants = seq.params.prompt_logprobs is not None and seq.index == 0 and position + 1 < seq.prompt_len
             assert batch.wants_target[row] == wants
             if wants:
                 assert batch.targets[row] == seq.prompt_token_ids[position + 1]

@@ -27,6 +27,7 @@ LEVELS = {
     "versions": 0,
     "budget": 1,
     "capacity": 1,
+    "chat_template": 1,
     "cost_model": 1,
     "detokenizer": 1,
     "driver": 1,
