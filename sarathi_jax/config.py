@@ -26,6 +26,13 @@ def check_positive(name: str, value: Any, *, knob: str = "") -> None:
         raise ValueError(f"{name}={value!r} must be an integer >= 1{'; ' + knob if knob else ''}")
 
 
+def check_int(name: str, value: Any, low: int, high: int, rule: str) -> None:
+    """Raise ValueError unless `value` is an integer (NumPy's too, a bool never) in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be an integer; {rule}")
+    check_number(name, value, low, high, rule)
+
+
 def check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
     """Raise ValueError unless `value` is a number in [low, high]; NaN never is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

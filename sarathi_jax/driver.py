@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 from sarathi_jax.config import check_number
 from sarathi_jax.metrics import Report, RequestRecord, RequestStatus, WarmUp
 from sarathi_jax.outputs import RequestOutput, StepStats
+from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import SamplingParams
 
 _MAX_IDLE_STEPS = 1000
@@ -189,7 +190,7 @@ def run_open_loop(
     planned.sort(key=lambda request: request.arrival_s)  # stable
     warm_up = _warm_up(server, planned[:num_warm_up], seed) if num_warm_up else None
     run = _Run(server, planned, on_request, on_iteration)
-    with _bar(progress, len(planned)) as bar:
+    with progress_bar("serving", "requests", show=progress, delay_s=1.0) as bar:
         try:
             stopped = run.loop(max_wall_s, stop_when, bar)
         except KeyboardInterrupt:
@@ -237,7 +238,7 @@ class _Run:
         self,
         max_wall_s: float | None,
         stop_when: Callable[[Progress], bool | str | None] | None,
-        bar: Callable[[int], object],
+        bar: Callable[[int, int], object],
     ) -> str | None:
         """Until all is done (None), or a reason to stop."""
         server, queue, num_idle, last = self.server, self.queue, 0, (-1.0, -1)
@@ -246,7 +247,7 @@ class _Run:
             now = self.progress.now_s = server.now()
             while queue and self._arrival(queue[0]) <= now:
                 self._send(queue.popleft())
-            bar(self.progress.num_ended)
+            bar(self.progress.num_ended, self.progress.num_requests)
             if not queue and not server.has_unfinished:
                 return None
             if deadline is not None and now >= deadline:
@@ -396,16 +397,3 @@ def _warm_up(server: Server, planned: list[_Planned], seed: int) -> WarmUp:
         for i in range(len(planned)):
             server.abort(f"warm-up-{i}")
     return WarmUp(num_requests=len(planned), num_iterations=seen, wall_s=server.now() - start_s)
-
-
-@contextlib.contextmanager
-def _bar(progress: bool | None, total: int) -> Iterator[Callable[[int], object]]:
-    """A function that takes the number of requests ended."""
-    if progress is False:
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    disable = None if progress is None else False
-    with tqdm(total=total, desc="serving", unit=" requests", delay=1.0, leave=False, disable=disable) as bar:
-        yield lambda done: bar.update(done - bar.n)

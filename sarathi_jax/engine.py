@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from sarathi_jax import device, profiler
 from sarathi_jax.budget import TimeModel, choose_budget
@@ -21,6 +20,7 @@ from sarathi_jax.models.decoder import Decoder
 from sarathi_jax.models.weights import load_weights
 from sarathi_jax.outputs import ChunkStats, RequestOutput, StepStats
 from sarathi_jax.pages import PagePool
+from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import Request, SamplingParams, Sequence
 from sarathi_jax.runner import DeviceStep, ModelRunner, ReadStep
 from sarathi_jax.schedulers import Sarathi, Scheduler, SchedulerConfig
@@ -155,17 +155,8 @@ class Engine:
 
     def warm_up(self, *, compile_cache: bool = True, progress: bool | None = None) -> float:
         """Compile and run every shape, so that nothing compiles later. Returns the seconds it took."""
-        with (
-            device.compilation_cache(compile_cache),
-            tqdm(
-                desc="compiling", unit=" programs", leave=False, disable=None if progress is None else not progress
-            ) as bar,
-        ):
-
-            def report(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+        bar = progress_bar("compiling", "programs", show=progress)
+        with device.compilation_cache(compile_cache), bar as report:
             seconds = self.runner.warm_up(progress=report)
         if self._auto is not None:
             config, self._auto = self._auto, None
@@ -307,11 +298,8 @@ class Engine:
         self.runner.recover()
         for request_id, live in list(self._live.items()):  # ended, and the output not handed out
             if all(generation.finish_reason for generation in live.generations):
-                for generation in live.generations:
-                    self.scheduler.finish(generation.seq)
-                    self._by_sequence.pop(generation.seq.seq_id, None)
                 self._undelivered.append(live.output(live.generations))
-                del self._live[request_id]
+                self.abort(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, wherever it stands; its pages are free at once. False if there is none of that name."""

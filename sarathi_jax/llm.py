@@ -10,10 +10,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sarathi_jax.engine import Engine
 from sarathi_jax.outputs import RequestOutput
+from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import SamplingParams
 
 Prompt = str | Mapping[str, Any]
@@ -153,11 +152,8 @@ class LLM:
     ) -> list[RequestOutput]:
         ids = self._add(prompts, params)
         running, finished = set(ids), {}
-        disable = None if progress is None else not progress
         try:
-            with tqdm(
-                total=len(ids), desc="generating", unit=" prompts", delay=1.0, leave=False, disable=disable
-            ) as bar:
+            with progress_bar("generating", "prompts", show=progress, delay_s=1.0) as report:
                 while running:
                     self._step()
                     for request_id in running & self._outputs.keys():
@@ -165,8 +161,8 @@ class LLM:
                         if outputs and outputs[-1].finished:
                             finished[request_id] = outputs[-1]
                             running.remove(request_id)
-                            bar.update()
                         outputs.clear()
+                    report(len(finished), len(ids))
         finally:
             self._drop(ids)  # on an error or an interrupt nothing stays behind
         return [finished[request_id] for request_id in ids]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sarathi_jax.outputs import ChunkStats, StepStats
+from sarathi_jax.outputs import ChunkStats, Latencies, StepStats
 
 RequestStatus = Literal["finished", "failed", "rejected", "aborted"]
 
@@ -24,7 +24,7 @@ _REACHED = 0.95  # below this share of the offered rate a report says so
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(Latencies):
     """One request of a run; times on the server's clock (s).
 
     `arrival_s` is when the schedule had it come, `sent_s` when the server got it: latencies count from the schedule.
@@ -45,29 +45,9 @@ class RequestRecord:
     error: str | None = None
 
     @property
-    def ttft_s(self) -> float | None:
-        """Time to first token: `scheduling_delay_s` + `prefill_s`."""
-        return self.token_s[0] - self.arrival_s if self.token_s else None
-
-    @property
-    def scheduling_delay_s(self) -> float | None:
-        """The wait: from arrival to the first batch that it was in."""
-        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
-
-    @property
     def prefill_s(self) -> float | None:
         """The compute part of TTFT: from the first batch that it was in to its first token."""
         return self.token_s[0] - self.first_scheduled_s if self.token_s and self.first_scheduled_s is not None else None
-
-    @property
-    def tbts_s(self) -> list[float]:
-        """Times between consecutive tokens: one fewer than tokens, as the first token ends no gap."""
-        return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
-
-    @property
-    def e2e_s(self) -> float | None:
-        """From arrival to the last token."""
-        return self.token_s[-1] - self.arrival_s if self.token_s else None
 
     @property
     def e2e_per_token_s(self) -> float | None:

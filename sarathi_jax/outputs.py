@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -16,14 +16,12 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-@dataclass(kw_only=True)
-class RequestMetrics:
-    """Times of one sequence on the engine's clock (s). A token's time is when it was there for the caller."""
+class Latencies:
+    """What follows from when a request arrived, was first scheduled, and had its tokens (s)."""
 
     arrival_s: float
-    first_scheduled_s: float | None = None
-    token_s: list[float] = field(default_factory=list)
-    num_preemptions: int = 0
+    first_scheduled_s: float | None
+    token_s: Any  # a sequence of floats: growing in a request, fixed in a record
 
     @property
     def ttft_s(self) -> float | None:
@@ -37,13 +35,23 @@ class RequestMetrics:
 
     @property
     def tbts_s(self) -> list[float]:
-        """Times between consecutive tokens: one fewer than tokens."""
+        """Times between consecutive tokens: one fewer than tokens, as the first token ends no gap."""
         return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
 
     @property
     def e2e_s(self) -> float | None:
         """From arrival to the last token so far."""
         return self.token_s[-1] - self.arrival_s if self.token_s else None
+
+
+@dataclass(kw_only=True)
+class RequestMetrics(Latencies):
+    """Times of one sequence on the engine's clock (s). A token's time is when it was there for the caller."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from sarathi_jax import budget
 from sarathi_jax.attention import xla
 from sarathi_jax.budget import Iteration, Sample, TimeModel
 from sarathi_jax.device import processor
+from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
 from sarathi_jax.runner import ModelRunner
 
@@ -131,13 +131,7 @@ def time_model(
             model = TimeModel.load(path)
             if model.machine == name:
                 return model
-    disable = None if progress is None else not progress
-    with tqdm(desc="calibrating", unit=" iterations", leave=False, disable=disable) as bar:
-
-        def report(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("calibrating", "iterations", show=progress) as report:
         model = calibrate(runner, max_model_len=max_model_len, max_tokens=max_tokens, progress=report)
     if path is not None:
         model.save(path)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import enum
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from sarathi_jax.config import check_number
+from sarathi_jax.config import check_int, check_number
 
 MAX_LOGPROBS = 20
 """Most candidates per position that `logprobs` and `prompt_logprobs` can ask for."""
-
-
-def _check_int(name: str, value: Any, low: int, high: int, rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} must be an integer; {rule}")
-    if not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name}={value!r} is out of range; {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +45,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__  # normalising the containers a caller may pass, once, before anyone reads them
-        _check_int("n", self.n, 1, 1024, "1 <= n <= 1024")
+        check_int("n", self.n, 1, 1024, "1 <= n <= 1024")
         check_number("temperature", self.temperature, 0.0, 1e4, "0 <= temperature <= 10000, 0 is greedy")
         check_number("top_p", self.top_p, 0.0, 1.0, "0 < top_p <= 1")
         if self.top_p == 0.0:
             raise ValueError("top_p=0 is out of range; 0 < top_p <= 1 (for greedy set temperature=0)")
-        _check_int("top_k", self.top_k, -1, 2**31 - 1, "top_k >= 1, or 0 / -1 for off")
+        check_int("top_k", self.top_k, -1, 2**31 - 1, "top_k >= 1, or 0 / -1 for off")
         check_number("min_p", self.min_p, 0.0, 1.0, "0 <= min_p <= 1")
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), -2.0, 2.0, f"-2 <= {name} <= 2")
         check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "0.001 <= repetition_penalty <= 1000")
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer")
+            check_int("seed", self.seed, -(2**63), 2**63 - 1, "a signed 64-bit integer")
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "max_tokens >= 1, or None for the model's limit")
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1, "min_tokens >= 0")
+            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "max_tokens >= 1, or None for the model's limit")
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1, "min_tokens >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must be <= max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _check_int(name, value, 0, MAX_LOGPROBS, f"0 <= {name} <= {MAX_LOGPROBS}")
+                check_int(name, value, 0, MAX_LOGPROBS, f"0 <= {name} <= {MAX_LOGPROBS}")
         for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 set_(self, name, int(getattr(self, name)))  # NumPy's integers overflow where Python's do not
@@ -90,14 +81,14 @@ class SamplingParams:
         if not isinstance(ids, (tuple, list)):
             raise ValueError(f"stop_token_ids={ids!r} must be a list of token ids")
         for token in ids:
-            _check_int("stop_token_ids entry", token, 0, 2**31 - 1, "token ids are >= 0")
+            check_int("stop_token_ids entry", token, 0, 2**31 - 1, "token ids are >= 0")
         set_(self, "stop_token_ids", tuple(map(int, ids)))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
             bias = {}
             for token, value in self.logit_bias.items():
-                _check_int("logit_bias key", token, 0, 2**31 - 1, "token ids are >= 0")
+                check_int("logit_bias key", token, 0, 2**31 - 1, "token ids are >= 0")
                 check_number(f"logit_bias[{token}]", value, -100.0, 100.0, "-100 <= bias <= 100")
                 bias[int(token)] = float(value)
             set_(self, "logit_bias", bias)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int32
 from sarathi_jax.arrays import AnyArray
 from sarathi_jax.batch import BatchBuilder, BuiltBatch, HybridBatch
 from sarathi_jax.models.decoder import Decoder, KVPool
-from sarathi_jax.request import MAX_LOGPROBS, Chunk, StepPlan
+from sarathi_jax.request import MAX_LOGPROBS, StepPlan
 from sarathi_jax.sampler import SlotState, init_slot_state, needs_state, prompt_logprobs, sample, slot_rows, write_slot
 from sarathi_jax.shapes import Shapes
 
@@ -43,23 +43,6 @@ class StepOutput(NamedTuple):
     tokens: Int32[Array, " S"]
     scores: TokenScores
     prompt_scores: TokenScores
-
-
-class StepHandle(Protocol):
-    """A step that was dispatched."""
-
-    chunks: tuple[Chunk, ...]
-    num_padding: int
-
-    def read(self) -> ReadStep:
-        """Wait for the step and fetch its results."""
-        ...
-
-
-class Runner(Protocol):
-    """What drives a scheduler's plans: the device here, a cost model in a simulator."""
-
-    def execute(self, plan: StepPlan) -> StepHandle: ...
 
 
 class ReadStep(NamedTuple):

@@ -6,7 +6,6 @@ Length distributions are in `workload_lengths`, traces from files in `workload_f
 from __future__ import annotations
 
 import math
-import numbers
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from sarathi_jax.config import check_number
+from sarathi_jax.config import check_int, check_number
 from sarathi_jax.request import SamplingParams
 
 MAX_TOKENS = 10_000_000
@@ -22,13 +21,6 @@ MAX_TOKENS = 10_000_000
 
 _GREEDY = SamplingParams(temperature=0.0)
 _MAX_TIME_S = 1e12
-
-
-def check_int(name: str, value: Any, low: int, high: int, rule: str) -> None:
-    """Raise ValueError unless `value` is an integer in [low, high]."""
-    if not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} must be an integer; {rule}")
-    check_number(name, value, low, high, rule)
 
 
 def check_tokens(name: str, value: Any, low: int = 1) -> None:

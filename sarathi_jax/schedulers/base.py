@@ -350,13 +350,7 @@ class Scheduler(abc.ABC):
         come again.
         """
         for seq in list(self.running):
-            self.running.remove(seq)
-            self._release_pages(seq)
-            self._release_slot(seq)
-            seq.num_computed = 0
-            seq.num_preemptions += 1
-            seq.status = Status.WAITING
-            self._enqueue(seq)
+            self._requeue(seq)
         for seq in self.waiting:
             seq.num_pending = 0
 
@@ -366,14 +360,18 @@ class Scheduler(abc.ABC):
         assert not self.reserves, f"preempting {victim}, which has all the pages it can need"
         if victim in draft.admitted:
             draft.admitted.remove(victim)
-        self.running.remove(victim)
-        self._release_pages(victim)
-        self._release_slot(victim)
-        victim.num_computed = 0
-        victim.num_preemptions += 1
-        victim.status = Status.WAITING
-        self._enqueue(victim)
+        self._requeue(victim)
         draft.preempted.append(victim)
+
+    def _requeue(self, seq: Sequence) -> None:
+        """From running to the queue, without pages and slot, nothing computed."""
+        self.running.remove(seq)
+        self._release_pages(seq)
+        self._release_slot(seq)
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        seq.status = Status.WAITING
+        self._enqueue(seq)
 
     def _can_admit(self, seq: Sequence, num_tokens: int) -> bool:
         """Is there a slot, and room for a first chunk of `num_tokens` that leaves the watermark free?

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import ClassVar, Unpack
 
-from sarathi_jax.config import check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence
-from sarathi_jax.schedulers.base import Draft, Limits, SchedulerConfig, resolve_token_budget
-from sarathi_jax.schedulers.sarathi import SarathiScheduler
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridOnly(SchedulerConfig):
-    """Every decode in every iteration, and one whole prompt, however long; further ones while all fit `token_budget`.
-
-    The largest iteration is a prompt of max_model_len beside all decodes. `token_budget` as in `Sarathi`.
-    """
-
-    token_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.token_budget is not None:
-            check_positive("token_budget", self.token_budget)
-
-    def build(
-        self, pool: PagePool, *, tile: int, default_token_budget: int = 512, **limits: Unpack[Limits]
-    ) -> HybridOnlyScheduler:
-        budget = resolve_token_budget(self.token_budget, tile=tile, default=default_token_budget)
-        return HybridOnlyScheduler(self, pool, token_budget=budget, tile=tile, **limits)
+from sarathi_jax.schedulers.base import Draft, Limits, SchedulerConfig
+from sarathi_jax.schedulers.sarathi import AblationConfig, SarathiScheduler
 
 
 class HybridOnlyScheduler(SarathiScheduler):
@@ -46,3 +24,13 @@ class HybridOnlyScheduler(SarathiScheduler):
     def chunk_size(self, draft: Draft, seq: Sequence) -> int:
         fits = draft.num_tokens + seq.num_uncomputed <= self.token_budget
         return seq.num_uncomputed if fits or not draft.has_prompts else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOnly(AblationConfig):
+    """Every decode in every iteration, and one whole prompt, however long; further ones while all fit `token_budget`.
+
+    The largest iteration is a prompt of max_model_len beside all decodes. `token_budget` as in `Sarathi`.
+    """
+
+    scheduler_class: ClassVar[type[SarathiScheduler]] = HybridOnlyScheduler

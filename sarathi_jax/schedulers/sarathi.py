@@ -210,3 +210,23 @@ class Sarathi(SchedulerConfig):
             f"budget for prompts and they wait; raise token_budget or lower max_num_seqs",
             stacklevel=stacklevel,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig(SchedulerConfig):
+    """Settings of a policy that takes something away from Sarathi: its `token_budget` and nothing else."""
+
+    scheduler_class: ClassVar[type[SarathiScheduler]]
+
+    token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_budget is not None:
+            check_positive("token_budget", self.token_budget)
+
+    def build(
+        self, pool: PagePool, *, tile: int, default_token_budget: int = 512, **limits: Unpack[Limits]
+    ) -> SarathiScheduler:
+        budget = resolve_token_budget(self.token_budget, tile=tile, default=default_token_budget)
+        return self.scheduler_class(self, pool, token_budget=budget, tile=tile, **limits)

@@ -41,6 +41,7 @@ LEVELS = {
     "models.hub": 1,
     "pages": 1,
     "prefix_cache": 1,
+    "progress": 1,
     "schedulers": 1,
     "schedulers.*": 1,
     "simulator": 1,
