@@ -43,16 +43,17 @@ class Sample(NamedTuple):
 class TimeModel:
     """Seconds of an iteration, predicted. `shapes` (rows) and `shape_s` are the table; the rest multiply features.
 
-    per_decode_s: a decode; per_decode_key_s: a key that a decode walks; per_chunk_s: a chunk; per_pair_s: a pair of
+    per_decode_s: a decode; per_walked_key_s: a key that decodes walk; per_chunk_s: a chunk; per_pair_s: a pair of
     query and key of a chunk; per_chunk_key_s: a key that a chunk reads. Decodes walk their keys in groups of
-    `decode_group` neighbours by length, each as far as the longest of its group. `machine` says where it was measured,
-    and `median_error` how well it predicts what it was not fitted to (relative; None if nothing was held out).
+    `decode_group` neighbours by length, all rows of a group (the last one's empty rows too) as far as its longest.
+    `machine` says where it was measured, and `median_error` how well it predicts what it was not fitted to (relative;
+    None if nothing was held out).
     """
 
     shapes: tuple[int, ...]
     shape_s: tuple[float, ...]
     per_decode_s: float
-    per_decode_key_s: float
+    per_walked_key_s: float
     per_chunk_s: float
     per_pair_s: float
     per_chunk_key_s: float
@@ -76,7 +77,7 @@ class TimeModel:
 
     @property
     def _coefficients(self) -> tuple[float, ...]:
-        return (self.per_decode_s, self.per_decode_key_s, self.per_chunk_s, self.per_pair_s, self.per_chunk_key_s)
+        return (self.per_decode_s, self.per_walked_key_s, self.per_chunk_s, self.per_pair_s, self.per_chunk_key_s)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,7 @@ class TimeModel:
 def _attention_features(decodes: Sequence[int], chunks: Sequence[tuple[int, int]], group: int) -> tuple[float, ...]:
     """Decodes, keys they walk, chunks, (query, key) pairs of chunks, keys that chunks read."""
     by_length = sorted(decodes, reverse=True)
-    walked = sum(by_length[i] * len(by_length[i : i + group]) for i in range(0, len(by_length), group))
+    walked = group * sum(by_length[::group])
     pairs = sum(tokens * start + tokens * (tokens + 1) / 2 for start, tokens in chunks)
     keys = sum(start + tokens for start, tokens in chunks)
     return float(len(decodes)), float(walked), float(len(chunks)), pairs, float(keys)
@@ -109,8 +110,8 @@ def profile_plan(
 ) -> tuple[list[Iteration], list[Iteration]]:
     """Iterations to time: those to fit to, and hybrid ones to hold out.
 
-    Every shape filled by one fresh chunk (and by decodes where they can fill it), decode batches of growing context,
-    chunks of growing start, and random hybrids.
+    Every shape filled by one fresh chunk (and by decodes where they can fill it), small and full decode batches of
+    growing context, chunks of growing start, and random hybrids.
     """
     longest = max(max_model_len - 1, 2)
     contexts = sorted({max(longest >> i, 1) for i in range(5)})
@@ -121,7 +122,8 @@ def profile_plan(
             fit += [Iteration((), ((start, rows),)) for start in contexts if start + rows <= max_model_len]
         if rows <= max_num_seqs:
             fit += [Iteration((context,) * rows, ()) for context in (1, *contexts)]
-    fit += [Iteration((context,) * max_num_seqs, ()) for context in contexts]
+    few = sorted({1, min(3, max_num_seqs), max_num_seqs})
+    fit += [Iteration((context,) * num_decodes, ()) for num_decodes in few for context in contexts]
     rng = np.random.default_rng(seed)
 
     def hybrid() -> Iteration:
@@ -163,12 +165,12 @@ def fit(
         raise ValueError("every sample must have a positive, finite time")
     solution = _nonnegative_least_squares(columns / seconds[:, None], np.ones(len(samples)))
     shape_s = np.interp(shapes, used, np.maximum.accumulate(solution[: len(used)]))
-    per_decode, per_decode_key, per_chunk, per_pair, per_chunk_key = map(float, solution[len(used) :])
+    per_decode, per_walked_key, per_chunk, per_pair, per_chunk_key = map(float, solution[len(used) :])
     model = TimeModel(
         shapes=shapes,
         shape_s=tuple(float(s) for s in shape_s),
         per_decode_s=per_decode,
-        per_decode_key_s=per_decode_key,
+        per_walked_key_s=per_walked_key,
         per_chunk_s=per_chunk,
         per_pair_s=per_pair,
         per_chunk_key_s=per_chunk_key,

@@ -77,7 +77,7 @@ def test_a_broken_file_is_measured_again(engine, tmp_path):
 
 def test_auto_takes_the_budget_that_the_measured_model_gives(tiny_model, monkeypatch):
     flat = budget.TimeModel(
-        shapes=(512,), shape_s=(0.512,), per_decode_s=0, per_decode_key_s=0, per_chunk_s=0, per_pair_s=0,
+        shapes=(512,), shape_s=(0.512,), per_decode_s=0, per_walked_key_s=0, per_chunk_s=0, per_pair_s=0,
         per_chunk_key_s=0,
     )  # fmt: skip
 

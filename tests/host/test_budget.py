@@ -15,7 +15,7 @@ TRUE = TimeModel(
     shapes=SHAPES,
     shape_s=(0.020, 0.020, 0.021, 0.022, 0.030, 0.045, 0.060, 0.090, 0.120),  # a plateau, a knee, then in proportion
     per_decode_s=1e-4,
-    per_decode_key_s=3e-6,
+    per_walked_key_s=3e-6,
     per_chunk_s=5e-4,
     per_pair_s=2e-7,
     per_chunk_key_s=1e-6,
@@ -37,7 +37,7 @@ def test_a_machine_is_recovered_from_its_profile():
     assert model.median_error is not None
     assert model.median_error < 1e-6
     assert model.shape_s == pytest.approx(TRUE.shape_s, rel=1e-4)
-    assert model.per_decode_key_s == pytest.approx(TRUE.per_decode_key_s, rel=1e-3)
+    assert model.per_walked_key_s == pytest.approx(TRUE.per_walked_key_s, rel=1e-3)
     assert model.per_pair_s == pytest.approx(TRUE.per_pair_s, rel=1e-3)
 
 
@@ -52,6 +52,7 @@ def test_decodes_of_unlike_length_wait_for_the_longest_of_their_group():
     grouped = replace(TRUE, decode_group=8)
     assert grouped([100] * 8, []) == pytest.approx(TRUE([100] * 8, []))
     assert grouped([800, *[100] * 7], []) - TRUE([800, *[100] * 7], []) == pytest.approx(3e-6 * 700 * 7)
+    assert grouped([900], []) - grouped([1], []) == pytest.approx(3e-6 * 899 * 8), "empty rows walk along"
     by_length = grouped([900] * 8 + [1] * 8, [])
     assert grouped([900, 1] * 8, []) == pytest.approx(by_length), "the batch sorts them, so their order is free"
     to_fit, held_out = plan()
@@ -63,7 +64,7 @@ def test_decodes_of_unlike_length_wait_for_the_longest_of_their_group():
 def test_no_term_is_negative_whatever_the_noise():
     to_fit, _ = plan()
     model = fit(samples(TRUE, to_fit, 0.5, seed=3), SHAPES)
-    assert min(*model.shape_s, model.per_decode_s, model.per_decode_key_s, model.per_pair_s) >= 0
+    assert min(*model.shape_s, model.per_decode_s, model.per_walked_key_s, model.per_pair_s) >= 0
     assert list(model.shape_s) == sorted(model.shape_s)
     assert model.median_error is None
 
