@@ -1,5 +1,12 @@
 """Chunked paged attention and its kernels (installed as sarathi_jax.attention)."""
 
-from sarathi_jax.attention.api import Backend, ragged_paged_attention, select_backend, write_kv
+from sarathi_jax.attention.api import (
+    Backend,
+    Schedule,
+    ragged_paged_attention,
+    schedule_attention,
+    select_backend,
+    write_kv,
+)
 
-__all__ = ["Backend", "ragged_paged_attention", "select_backend", "write_kv"]
+__all__ = ["Backend", "Schedule", "ragged_paged_attention", "schedule_attention", "select_backend", "write_kv"]

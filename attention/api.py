@@ -3,27 +3,43 @@
 The convention is that of ragged paged attention on TPUs. All queries stand in one axis; sequence s owns rows
 `cu_q_lens[s]:cu_q_lens[s+1]`, and they are its last tokens: query i stands at position `kv_len - q_len + i` and sees
 the keys up to itself. A decode is q_len 1, a chunk is longer; nothing says "prefill".
+
+On several devices the call goes below `jax.shard_map`, each with the KV heads and the query heads that it holds; a KV
+head may stand on several of them, each with a share of its query heads.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from sarathi_jax.arrays import AnyArray, AnyScalar
-from sarathi_jax.attention import reference, xla
+from sarathi_jax.attention import pallas_gpu, pallas_tpu, reference, xla
+from sarathi_jax.attention.work import Schedule
 
-Backend = Literal["xla", "reference"]
+Backend = Literal["xla", "pallas_gpu", "pallas_tpu", "reference"]
 AttentionFn = Callable[..., Float[Array, "T H D"]]
 
-_BACKENDS: dict[str, AttentionFn] = {"xla": xla.ragged_paged_attention, "reference": reference.ragged_paged_attention}
+_PALLAS: dict[Backend, ModuleType] = {"pallas_gpu": pallas_gpu, "pallas_tpu": pallas_tpu}
+_BACKENDS: dict[str, AttentionFn] = {
+    name: module.ragged_paged_attention for name, module in {"xla": xla, "reference": reference, **_PALLAS}.items()
+}
 
 
 def select_backend(name: str | None = None) -> Backend:
-    """The backend to use: `name` when given, else the best that this build has for the platform (XLA everywhere)."""
+    """The backend to use: `name` when given, else XLA.
+
+    The Pallas kernels are checked by interpreters and by the compilers of their devices, and have not run on one yet:
+    they are there for the asking.
+    """
     if name is None:
         return "xla"
     if name not in get_args(Backend):
@@ -45,6 +61,8 @@ def ragged_paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     backend: Backend = "xla",
+    interpret: bool = False,
+    schedule: Schedule | None = None,
 ) -> Float[Array, "T H D"]:
     """Attention of every query over its own sequence's pages.
 
@@ -61,19 +79,64 @@ def ragged_paged_attention(
       scale: factor on the scores, usually D ** -0.5. There is no default.
       window: keys a query sees, itself included; None is all.
       soft_cap: scores become `cap * tanh(score / cap)`.
-      backend: see `select_backend`.
+      backend: see `select_backend`. A Pallas kernel that cannot serve the device, the dtype or the shapes gives way to
+        XLA, with one warning that says why.
+      interpret: run a Pallas kernel in JAX's interpreter, on any device: for tests, it is slow.
+      schedule: of `schedule_attention` for these lengths, shapes, window and backend; None makes it here.
 
     Returns:
       [T, H, D] in q's dtype; scores, softmax and sums are float32.
 
     Raises:
-      ValueError: shapes or dtypes that disagree.
+      ValueError: shapes or dtypes that disagree, no queries or sequences; page ids that the pool does not have, where
+        the table is NumPy's (on a device they cannot be looked at).
     """
     _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap)
-    return _BACKENDS[select_backend(backend)](
-        q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, num_seqs, num_decodes,
-        scale=scale, window=window, soft_cap=soft_cap,
-    )  # fmt: skip
+    serving = _serving(backend, q, k_pages, interpret)
+    attend = functools.partial(_BACKENDS[serving], scale=scale, window=window, soft_cap=soft_cap)
+    if serving in _PALLAS:
+        attend = functools.partial(attend, interpret=interpret, schedule=schedule)
+    return attend(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, num_seqs, num_decodes)
+
+
+def schedule_attention(
+    q: jax.ShapeDtypeStruct | Array,
+    k_pages: jax.ShapeDtypeStruct | Array,
+    kv_lens: Int32[AnyArray, " S"],
+    cu_q_lens: Int32[AnyArray, " S+1"],
+    num_seqs: Int32[AnyScalar, ""],
+    num_decodes: Int32[AnyScalar, ""],
+    *,
+    window: int | None = None,
+    backend: Backend = "xla",
+    interpret: bool = False,
+) -> Schedule | None:
+    """What `ragged_paged_attention` derives from the lengths, for all layers of a step that share a window; None where
+    the backend derives nothing. Of `q` and `k_pages` only shape and dtype count."""
+    serving = _serving(backend, q, k_pages, interpret)
+    if serving not in _PALLAS:
+        return None
+    return _PALLAS[serving].make_schedule(
+        q, k_pages, kv_lens, cu_q_lens, num_seqs, num_decodes, window=window, interpret=interpret
+    )
+
+
+def _serving(backend: str, q, k_pages, interpret: bool) -> Backend:
+    """`backend`, or XLA where it cannot serve."""
+    name = select_backend(backend)
+    if name not in _PALLAS:
+        return name
+    kernel = _PALLAS[name]
+    reason = kernel.unsupported(q, k_pages) or (None if interpret else kernel.unsupported_device())
+    if reason is None:
+        return name
+    _warn_once(f"attention gives way from {name!r} to 'xla': {reason}")
+    return "xla"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def write_kv(
@@ -89,7 +152,13 @@ def write_kv(
     Ids must be valid (the host checks): XLA would clamp a wrong one into somebody else's page. In place when the pools
     are donated or a loop's carry.
     """
-    put = lambda pages, x: pages.at[page_ids, :, offsets, :].set(x.astype(pages.dtype), mode="promise_in_bounds")
+    _, heads, page_size, _ = k_pages.shape
+    rows = (page_ids[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None]) * page_size + offsets[:, None]
+
+    def put(pages, x):
+        flat = pages.reshape(-1, pages.shape[3])
+        return flat.at[rows].set(x.astype(pages.dtype), mode="promise_in_bounds").reshape(pages.shape)
+
     return put(k_pages, k), put(v_pages, v)
 
 
@@ -106,6 +175,12 @@ def _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap
     s = kv_lens.size
     if kv_lens.ndim != 1 or page_table.ndim != 2 or page_table.shape[0] != s or cu_q_lens.shape != (s + 1,):
         raise ValueError(f"rows disagree: {kv_lens.shape=} {page_table.shape=} {cu_q_lens.shape=} (S, [S, N], S + 1)")
+    if s == 0:
+        raise ValueError(f"a batch needs at least one sequence row; got {kv_lens.shape=}")
+    if isinstance(page_table, np.ndarray) and page_table.size:
+        first, last = page_table.min(), page_table.max()
+        if first < 0 or last >= len(k_pages):
+            raise ValueError(f"page ids must be from 0 to {len(k_pages) - 1}; page_table has {first} to {last}")
     if not (q.dtype == k_pages.dtype == v_pages.dtype) or q.dtype not in (jax.numpy.float32, jax.numpy.bfloat16):
         raise ValueError(f"q and pages must share a dtype, float32 or bfloat16; got {q.dtype=} {k_pages.dtype=}")
     if window is not None and window < 1:

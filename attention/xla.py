@@ -6,6 +6,8 @@ loop; every longer chunk goes in query tiles of its own sequence. Compiles once 
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,6 +19,8 @@ _NEG = -1e30  # finite: exp(_NEG - _NEG) of a fully masked block is 1, and a lat
 DECODE_ROWS = 8
 DECODE_BLOCK = 128
 CHUNK_TILE = 128
+LONG_CHUNK_TILE = 256
+"""Rows taken at a time where a chunk has more than CHUNK_TILE left: keys are gathered for half as many tiles."""
 CHUNK_BLOCK = 128
 LONG_CHUNK_BLOCK = 256
 """Keys walked at a time by tiles that are full size: their matmuls are worth the coarser end."""
@@ -55,17 +59,20 @@ def ragged_paged_attention(
 ):
     """See `api.ragged_paged_attention`."""
     tokens, heads, dim = q.shape
+    folded = math.frexp(scale)[0] == 0.5
+    if folded:  # a power of two is exact in any dtype, and queries are fewer than scores
+        q = q * jnp.asarray(scale, q.dtype)
     kv_heads, page_size = k_pages.shape[1:3]
     groups = heads // kv_heads
     seqs = kv_lens.shape[0]
-    tile = min(CHUNK_TILE, -(-tokens // 8) * 8)
+    tile, long_tile = (min(size, -(-tokens // 8) * 8) for size in (CHUNK_TILE, LONG_CHUNK_TILE))
     chunk_block = LONG_CHUNK_BLOCK if tile >= CHUNK_TILE else CHUNK_BLOCK
     decode_pages, chunk_pages = max(DECODE_BLOCK // page_size, 1), max(chunk_block // page_size, 1)
     # Slices are clamped at the edges, which would shift rows and pages: pad so that none reaches an edge.
     rows = -(-seqs // DECODE_ROWS) * DECODE_ROWS
     page_table = jnp.pad(page_table, ((0, rows - seqs), (0, max(decode_pages, chunk_pages))))
     kv_lens = jnp.pad(kv_lens, (0, rows - seqs))
-    q = jnp.pad(q, ((0, max(tile, DECODE_ROWS)), (0, 0), (0, 0))).reshape(-1, kv_heads, groups, dim)
+    q = jnp.pad(q, ((0, max(long_tile, DECODE_ROWS)), (0, 0), (0, 0))).reshape(-1, kv_heads, groups, dim)
     out = jnp.zeros(q.shape, q.dtype)
 
     def attend(softmax: _Softmax, query, page_ids, first_key, limit) -> _Softmax:
@@ -79,7 +86,9 @@ def ragged_paged_attention(
             return x.reshape(*x.shape[:-3], -1, dim)  # [..., K, N * B, D]
 
         keys, values = flat(k_pages[page_ids]), flat(v_pages[page_ids])
-        scores = _dot_last(query, keys) * scale
+        scores = _dot_last(query, keys)
+        if not folded:
+            scores *= scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         limit = limit[..., None, :, None]  # [..., 1, M, 1]
@@ -130,23 +139,31 @@ def ragged_paged_attention(
         o = walk(query, table, limit, decode_pages)
         return lax.dynamic_update_slice_in_dim(out, o, row, axis=0)
 
-    def chunk_tile(carry):
-        """One query tile of sequence s. Rows past the chunk are computed too and overwritten by whoever owns them."""
-        s, i, out = carry
-        first, q_len = cu_q_lens[s] + i * tile, cu_q_lens[s + 1] - cu_q_lens[s]
+    def chunk_tile(tile, s, done, out):
+        """One query tile of sequence s, `done` of whose queries are behind. Rows past the chunk are computed too and
+        overwritten by whoever owns them."""
+        first, q_len = cu_q_lens[s] + done, cu_q_lens[s + 1] - cu_q_lens[s]
         query = lax.dynamic_slice_in_dim(q, first, tile)  # [M, K, G, D]
         query = jnp.swapaxes(query, 0, 1).reshape(kv_heads, tile * groups, dim)
-        row = jnp.minimum(i * tile + jnp.arange(tile), q_len - 1)
+        row = jnp.minimum(done + jnp.arange(tile), q_len - 1)
         limit = jnp.repeat(kv_lens[s] - q_len + row + 1, groups)
         o = walk(query, page_table[s], limit, chunk_pages)
         o = jnp.swapaxes(o.reshape(kv_heads, tile, groups, dim), 0, 1)
         out = lax.dynamic_update_slice_in_dim(out, o, first, axis=0)
-        last = (i + 1) * tile >= q_len
-        return jnp.where(last, s + 1, s), jnp.where(last, 0, i + 1), out
+        last = done + tile >= q_len
+        return jnp.where(last, s + 1, s), jnp.where(last, 0, done + tile), out
+
+    def next_tile(carry):
+        if long_tile == tile:
+            return chunk_tile(tile, *carry)
+        s, done, _ = carry
+        is_long = cu_q_lens[s + 1] - cu_q_lens[s] - done > tile
+        tiles = [functools.partial(chunk_tile, size) for size in (long_tile, tile)]
+        return lax.cond(is_long, *tiles, *carry)
 
     out = lax.fori_loop(0, -(-num_decodes // DECODE_ROWS), decode_group, out)
     # In order of the rows: a tile's overhang is garbage only until the next sequence's own tile has run.
     _, _, out = lax.while_loop(
-        lambda carry: carry[0] < num_seqs, chunk_tile, (num_decodes, jnp.zeros((), jnp.int32), out)
+        lambda carry: carry[0] < num_seqs, next_tile, (num_decodes, jnp.zeros((), jnp.int32), out)
     )
     return out[:tokens].reshape(tokens, heads, dim)

@@ -41,7 +41,9 @@ def main(_) -> None:
 
     start = time.perf_counter()
     scheduler = sj.Sarathi(token_budget=_TOKEN_BUDGET.value, max_num_seqs=_MAX_NUM_SEQS.value)
-    llm = sj.LLM(_MODEL.value, scheduler=scheduler, dtype=_DTYPE.value, compile_cache=_COMPILE_CACHE.value)
+    options = {"dtype": _DTYPE.value, "compile_cache": _COMPILE_CACHE.value}
+    engine = sj.Engine.load(_MODEL.value, scheduler=scheduler, **options)
+    llm = sj.LLM(engine)
     ready = time.perf_counter()
     params = sj.SamplingParams(temperature=_TEMPERATURE.value, max_tokens=_MAX_TOKENS.value, seed=_SEED.value)
     outputs = llm.generate(prompts, params)
@@ -58,7 +60,7 @@ def main(_) -> None:
             f"{output.finish_reason}"
         )
     num_tokens = sum(len(output.token_ids) for output in outputs)
-    runner = llm.engine.runner
+    runner = engine.runner
     print(
         f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s, {runner.kv.k.dtype.name}; "
         f"ready after {ready - start:.1f} s with {runner.num_compiled} programs compiled"

@@ -14,6 +14,7 @@ import sarathi_jax as sj
 from sarathi_jax import trace, workload
 from sarathi_jax.benchmark import EngineServer
 from sarathi_jax.driver import run_open_loop
+from sarathi_jax.schedulers import POLICIES, make_policy
 from sarathi_jax.workload_lengths import OPENCHAT_SHAREGPT4
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A known name, a Hugging Face folder, or a GGUF file.")
@@ -30,14 +31,7 @@ _TRACE = flags.DEFINE_bool("trace", False, "Also write a trace of each run, for 
 def main(_) -> None:
     logging.set_verbosity(logging.WARNING)
     n, tokens, max_len = _MAX_NUM_SEQS.value, _TOKEN_BUDGET.value, int(8192 * _SCALE.value)
-    policies = {
-        "sarathi": sj.Sarathi(token_budget=tokens, max_num_seqs=n),
-        "hybrid_only": sj.HybridOnly(token_budget=tokens, max_num_seqs=n),
-        "chunked_only": sj.ChunkedOnly(token_budget=tokens, max_num_seqs=n),
-        "vllm": sj.VLLM(max_num_seqs=n),
-        "orca": sj.Orca(max_num_seqs=n),
-        "faster_transformer": sj.FasterTransformer(max_num_seqs=n),
-    }
+    policies = {name: make_policy(name, token_budget=tokens, max_num_seqs=n) for name in POLICIES}
     options = {"num_requests": _NUM_REQUESTS.value, "lengths": OPENCHAT_SHAREGPT4, "seed": _SEED.value}
     requests = workload.make_workload(arrivals=workload.Poisson(rate=_RATE.value), **options).scaled(_SCALE.value)
     engine = sj.Engine.load(_MODEL.value, scheduler=policies["orca"], max_model_len=max_len)

@@ -105,7 +105,7 @@ def model_config_from_gguf(
         num_kv_heads=keys.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position=keys.integer("context_length"),
-        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
         rope_scaling=_rope_scaling(keys, rope_divisors, theta, head_dim),
         tie_embeddings="output.weight" not in shapes,

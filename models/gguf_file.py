@@ -7,6 +7,7 @@ it. (The gguf package's own reader trusts them, and takes seconds over a vocabul
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gguf.quants import dequantize
 
 from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.gguf_config import BLOCK_NAME, ROPE_FREQS, model_config_from_gguf
+from sarathi_jax.models.saved import gguf_tokenizer_files
 from sarathi_jax.tokenizer import Tokenizer
 
 _TOP = {
@@ -40,6 +42,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_HF_BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY = 1 << 22
@@ -211,8 +214,17 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.metadata)
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return gguf_tokenizer_files(self.metadata)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
+
+    def stored_name(self, name: str) -> str:
+        if match := _HF_BLOCK_NAME.fullmatch(name):
+            blocks = {new: old for old, new in _BLOCK.items()}
+            return f"blk.{match[1]}.{blocks.get(match[2], match[2])}.{match[3]}"
+        return {new: old for old, new in _TOP.items()}.get(name, name)
 
     def read(self, name: str) -> np.ndarray:
         return self._values(self._find(name))

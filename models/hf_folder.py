@@ -13,16 +13,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from sarathi_jax.models.hf_config import model_config_from_hf
+from sarathi_jax.models.families.names import Part
+from sarathi_jax.models.hf_config import family_of, model_config_from_hf
 from sarathi_jax.tokenizer import Tokenizer
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
+)  # fmt: skip
 _MAX_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 _MAX_RANK = 8
-_BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-"""Stored by old checkpoints, computed from the config here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,9 @@ class HFCheckpoint:
     """A folder in Hugging Face's layout; see `Checkpoint`.
 
     With an index only the files it names are read, else model.safetensors alone; other .safetensors files are left out.
-    Every header is checked against its file before anything is loaded. Tensors (F32, F16, BF16) are read-only views of
-    the memory map, in their stored dtype. With tie_word_embeddings a stored lm_head.weight is dropped: the config wins.
+    Tensors come under Llama's names, whatever the family calls them (`families`). Every header is checked against its
+    file before anything is loaded. Tensors (F32, F16, BF16) are read-only views of the memory map, in their stored
+    dtype, or copies of some rows. With tie_word_embeddings a stored lm_head.weight is dropped: the config wins.
 
     ValueError, naming the file, for what is missing, truncated, corrupt or not supported.
     """
@@ -48,24 +51,24 @@ class HFCheckpoint:
         hf_config = _load_json(self.path / "config.json")
         try:
             self.config = model_config_from_hf(hf_config)
+            self._names = family_of(hf_config).names(self.config)
         except ValueError as error:
             raise ValueError(f"{self.path / 'config.json'}: {error}") from error
         self.eos_token_ids = _eos_token_ids(self.path, hf_config)
-        self._files: dict[str, Path] = {}
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, tuple[Path, _Tensor, Part]] = {}
         self._maps: dict[Path, np.ndarray] = {}
         for file, wanted in _weight_files(self.path).items():
             header = _read_header(file)
             for name in header if wanted is None else wanted:
                 if name not in header:
                     raise ValueError(f"{file}: has no tensor {name!r}, which {_INDEX} says is in it")
-                if _BUFFERS.fullmatch(name) or (name == "lm_head.weight" and self.config.tie_embeddings):
+                if self._names.is_buffer(name):
                     continue
                 if header[name].dtype not in _DTYPES:
                     raise ValueError(
                         f"{file}: tensor {name!r} has dtype {header[name].dtype}; supported: {', '.join(_DTYPES)}"
                     )
-                self._files[name], self._tensors[name] = file, header[name]
+                self._add(file, name, header[name])
 
     @property
     def names(self) -> frozenset[str]:
@@ -74,18 +77,40 @@ class HFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self.path)
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        files = (self.path / name for name in _TOKENIZER_FILES)
+        return {file.name: file.read_bytes() for file in files if file.is_file()}
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).shape
+        _, tensor, part = self._find(name)
+        return tensor.shape if part.rows is None else (part.rows.num_rows, *tensor.shape[1:])
 
     def read(self, name: str) -> np.ndarray:
-        tensor, file = self._find(name), self._files[name]
+        file, tensor, part = self._find(name)
         if file not in self._maps:
             self._maps[file] = np.asarray(np.memmap(file, mode="r"))
         dtype = np.dtype(_DTYPES[tensor.dtype])
         end = tensor.offset + math.prod(tensor.shape) * dtype.itemsize
-        return self._maps[file][tensor.offset : end].view(dtype).reshape(tensor.shape)
+        array = self._maps[file][tensor.offset : end].view(dtype).reshape(tensor.shape)
+        return array if part.rows is None else part.rows.pick(array)
 
-    def _find(self, name: str) -> _Tensor:
+    def stored_name(self, name: str) -> str:
+        return self._names.stored(name)
+
+    def _add(self, file: Path, stored: str, tensor: _Tensor) -> None:
+        for part in self._names.parts(stored):
+            if part.name == "lm_head.weight" and self.config.tie_embeddings:
+                continue
+            if part.name in self._tensors:
+                raise ValueError(f"{file}: tensor {stored!r} is {part.name!r}, which the checkpoint has already")
+            if part.stored_rows is not None and tensor.shape[:1] != (part.stored_rows,):
+                raise ValueError(
+                    f"{file}: tensor {stored!r} has shape {list(tensor.shape)}; the config asks for {part.stored_rows} "
+                    "rows"
+                )
+            self._tensors[part.name] = file, tensor, part
+
+    def _find(self, name: str) -> tuple[Path, _Tensor, Part]:
         if name not in self._tensors:
             raise ValueError(f"{self.source} has no tensor {name!r}")
         return self._tensors[name]

@@ -28,18 +28,29 @@ from sarathi_jax.versions import check_versions
 if TYPE_CHECKING:
     from sarathi_jax.engine import Engine
     from sarathi_jax.llm import LLM
+    from sarathi_jax.memory_plan import plan
+    from sarathi_jax.parallel import Parallel
+    from sarathi_jax.replicas import Replicas
+    from sarathi_jax.simulator import Simulator
 
 __version__ = "0.1.0"
 
 check_versions()
 
-_LAZY = {"LLM": "sarathi_jax.llm", "Engine": "sarathi_jax.engine"}
+_LAZY = {
+    "LLM": "sarathi_jax.llm",
+    "Engine": "sarathi_jax.engine",
+    "Parallel": "sarathi_jax.parallel",
+    "Replicas": "sarathi_jax.replicas",
+    "Simulator": "sarathi_jax.simulator",
+    "plan": "sarathi_jax.memory_plan",
+}
 
 __all__ = [
     "LLM", "VLLM", "CacheConfig", "Chunk", "ChunkStats", "ChunkedOnly", "CompletionOutput", "Engine",
-    "FasterTransformer", "HybridOnly", "Logprob", "ModelConfig", "Orca", "PagePool", "Request", "RequestMetrics",
-    "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler", "SchedulerConfig", "Sequence", "StepPlan",
-    "StepStats",
+    "FasterTransformer", "HybridOnly", "Logprob", "ModelConfig", "Orca", "PagePool", "Parallel", "Replicas",
+    "Request", "RequestMetrics", "RequestOutput", "RopeScaling", "SamplingParams", "Sarathi", "Scheduler",
+    "SchedulerConfig", "Sequence", "Simulator", "StepPlan", "StepStats", "plan",
 ]  # fmt: skip
 
 

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable
 
 from sarathi_jax.engine import Engine
 from sarathi_jax.outputs import RequestOutput, StepStats
+from sarathi_jax.replicas import Replicas
 from sarathi_jax.request import SamplingParams
 
 
 class EngineServer:
-    """An engine as the driver's `Server`: `run_open_loop(EngineServer(engine), workload)`. Waiting is sleeping."""
+    """An engine, or replicas, as the driver's `Server`: `run_open_loop(EngineServer(engine), workload)`.
 
-    def __init__(self, engine: Engine, *, sleep: Callable[[float], None] = time.sleep):
+    Waiting is sleeping.
+    """
+
+    def __init__(self, engine: Engine | Replicas, *, sleep: Callable[[float], None] = time.sleep):
         self.engine = engine
         self._sleep = sleep
 
@@ -31,7 +35,7 @@ class EngineServer:
 
     @property
     def num_compiled(self) -> int:
-        return self.engine.runner.num_compiled
+        return self.engine.num_compiled
 
     def add_request(
         self, request_id: str, *, prompt_token_ids: Iterable[int], params: SamplingParams, arrival_time: float

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from sarathi_jax.config import CacheConfig, ModelConfig
@@ -87,16 +90,29 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
 
 
 def num_pages(
-    config: ModelConfig, cache: CacheConfig, *, dtype: DTypeLike, max_num_seqs: int, max_model_len: int
+    config: ModelConfig,
+    cache: CacheConfig,
+    *,
+    dtype: DTypeLike,
+    max_num_seqs: int,
+    max_model_len: int,
+    stages: Sequence[tuple[ModelConfig, Sequence[Any]]] = (),
 ) -> int:
     """Pages of the pool: as configured, or what a share of the free memory holds, but no more than can ever be used.
+
+    `stages`: what one device runs, and the devices that do, of each stage of a pipeline; none is the default device.
 
     What memory decides is cut to three significant bits: the pool's size is part of every program, and the next start,
     with a little more or less memory free, should find its programs in the compilation cache. Call with the weights on
     the device. Raises ValueError when not even one page fits, or not all that are configured.
     """
-    free = free_memory_bytes()
-    size = page_bytes(config, cache.page_size, dtype)
+    sizes = [(page_bytes(local, cache.page_size, dtype), device) for local, devices in stages for device in devices]
+    if not sizes:
+        size, free = page_bytes(config, cache.page_size, dtype), free_memory_bytes()
+    elif platform() == "cpu":  # virtual devices share the machine's memory
+        size, free = sum(size for size, _ in sizes), free_memory_bytes()
+    else:
+        size, free = min(((size, free_memory_bytes(d)) for size, d in sizes), key=lambda each: each[1] / each[0])
     if cache.num_pages is not None:
         needed = (cache.num_pages + 1) * size  # the sink
         if needed > free:
@@ -113,13 +129,15 @@ def num_pages(
             f"no room for the KV cache: {fraction:.0%} of {free / 2**20:.0f} MiB free hold no page of "
             f"{size / 2**20:.1f} MiB; raise memory_fraction, or lower page_size"
         )
+    if stages and jax.process_count() > 1:
+        fitting = int(multihost_utils.process_allgather(np.int32(fitting)).min())
     step = 1 << max(fitting.bit_length() - 3, 0)
     return min(fitting // step * step, max_num_seqs * -(-max_model_len // cache.page_size))
 
 
-def free_memory_bytes() -> int:
+def free_memory_bytes(device: Any = None) -> int:
     """Memory not in use: the device's own, on a CPU the machine's."""
-    stats = jax.local_devices()[0].memory_stats()
+    stats = (device or jax.local_devices()[0]).memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     with contextlib.suppress(OSError, StopIteration):

@@ -25,7 +25,9 @@ _MAX_IDLE_STEPS = 1000
 class Server(Protocol):
     """What is driven. `last_step` is the iteration read last, a new object each; all times are those of `now`.
 
-    A server may also have `num_compiled`, the programs compiled so far: a report then tells those of its window.
+    A server may also have `num_compiled`, the programs compiled so far: a report then tells those of its window; and
+    `expect(time_s)`, called before each step with the time of the next request (None: there is no more), for a clock
+    that would jump past it.
     """
 
     @property
@@ -35,7 +37,9 @@ class Server(Protocol):
     def last_step(self) -> StepStats | None: ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int | None:
+        """Prompts are made of ids below it; None: no id is ever looked at, and a prompt is any of the right length."""
+        ...
 
     def add_request(
         self, request_id: str, *, prompt_token_ids: Iterable[int], params: SamplingParams, arrival_time: float
@@ -43,7 +47,9 @@ class Server(Protocol):
         """Queue a request; ValueError, with nothing changed, refuses it."""
         ...
 
-    def step(self) -> list[RequestOutput]: ...
+    def step(self) -> list[RequestOutput]:
+        """What changed. Between a request's first token and its end outputs may be left out; its times are complete."""
+        ...
 
     def abort(self, request_id: str) -> Any: ...
 
@@ -94,7 +100,7 @@ class _Planned:
     request_id: str
     item: Any
     arrival_s: float
-    prompt: np.ndarray
+    prompt: np.ndarray | range
     params: SamplingParams
 
 
@@ -233,6 +239,7 @@ class _Run:
         self.on_request, self._on_iteration = on_request, on_iteration
         self._last_step = server.last_step
         self._num_compiled: int | None = getattr(server, "num_compiled", None)
+        self._expect: Callable[[float | None], None] = getattr(server, "expect", lambda time_s: None)
 
     def loop(
         self,
@@ -243,18 +250,22 @@ class _Run:
         """Until all is done (None), or a reason to stop."""
         server, queue, num_idle, last = self.server, self.queue, 0, (-1.0, -1)
         deadline = None if max_wall_s is None else self.start_s + max_wall_s
+        next_s = self._arrival(queue[0]) if queue else None
         while True:
             now = self.progress.now_s = server.now()
-            while queue and self._arrival(queue[0]) <= now:
+            while next_s is not None and next_s <= now:
                 self._send(queue.popleft())
+                next_s = self._arrival(queue[0]) if queue else None
             bar(self.progress.num_ended, self.progress.num_requests)
-            if not queue and not server.has_unfinished:
+            is_idle = not server.has_unfinished
+            if is_idle and next_s is None:
                 return None
             if deadline is not None and now >= deadline:
                 return f"max_wall_s={max_wall_s} had passed"
-            if not server.has_unfinished:
-                server.wait_until(min([self._arrival(queue[0]), *([] if deadline is None else [deadline])]))
+            if is_idle:
+                server.wait_until(min(time_s for time_s in (next_s, deadline) if time_s is not None))
             else:
+                self._expect(next_s)
                 self._step()
                 if stop_when is not None and (why := stop_when(self.progress)):
                     return why if isinstance(why, str) else "stop_when said so"
@@ -292,9 +303,8 @@ class _Run:
         self.records[name] = None
         self.progress.num_sent += 1
         try:
-            self.server.add_request(
-                name, prompt_token_ids=planned.prompt.tolist(), params=planned.params, arrival_time=arrival_s
-            )
+            prompt = planned.prompt if isinstance(planned.prompt, range) else planned.prompt.tolist()
+            self.server.add_request(name, prompt_token_ids=prompt, params=planned.params, arrival_time=arrival_s)
         except ValueError as error:
             self._end(live, "rejected", str(error))
             return
@@ -311,7 +321,7 @@ class _Run:
         # One that began before this run is a leftover of a request aborted then, dispatched and not read.
         if stats is not None and stats is not self._last_step and stats.start_s >= self.start_s:
             self.iterations.append(stats)
-            for chunk in stats.chunks:
+            for chunk in stats.prompt_chunks if self.progress._waiting else ():
                 self._scheduled(chunk.request_id, stats.start_s)
             if self._on_iteration is not None:
                 self._on_iteration(stats)
@@ -364,7 +374,10 @@ def _plan(
 ) -> _Planned:
     """Made before the clock starts: prompts cost time."""
     item = workload[i]
-    prompt = np.asarray(workload.token_ids(i, vocab_size=server.vocab_size, seed=seed), dtype=np.int32)
+    if server.vocab_size is None:
+        prompt = range(item.num_prefill_tokens)
+    else:
+        prompt = np.asarray(workload.token_ids(i, vocab_size=server.vocab_size, seed=seed), dtype=np.int32)
     if params is None:
         chosen = SamplingParams(temperature=0, max_tokens=item.num_decode_tokens, ignore_eos=True)
     else:
@@ -385,7 +398,7 @@ def _warm_up(server: Server, planned: list[_Planned], seed: int) -> WarmUp:
     start_s, rng = server.now(), np.random.default_rng([seed, 1])
     seen, last = 0, server.last_step
     for i, request in enumerate(planned):
-        ids = rng.integers(server.vocab_size, size=len(request.prompt)).tolist()
+        ids = rng.integers(server.vocab_size or 1, size=len(request.prompt)).tolist()
         with contextlib.suppress(ValueError):  # refused: the run will say so
             server.add_request(f"warm-up-{i}", prompt_token_ids=ids, params=request.params, arrival_time=start_s)
     try:

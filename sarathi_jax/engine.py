@@ -5,27 +5,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from sarathi_jax import device, profiler
+from sarathi_jax.attention import Backend
 from sarathi_jax.budget import TimeModel, choose_budget
-from sarathi_jax.config import CacheConfig, check_instance, check_number, check_positive
-from sarathi_jax.generation import Generation, LiveRequest, max_prompt_chars
+from sarathi_jax.config import CacheConfig, check_instance, check_positive
+from sarathi_jax.flight import Flight
+from sarathi_jax.generation import Generation, LiveRequest
+from sarathi_jax.intake import Intake
 from sarathi_jax.models.checkpoint import open_checkpoint
 from sarathi_jax.models.decoder import Decoder
-from sarathi_jax.models.weights import load_weights
-from sarathi_jax.outputs import ChunkStats, RequestOutput, StepStats
+from sarathi_jax.models.placement import PlacedPart, is_shared, layout, load_parts, place_model
+from sarathi_jax.models.weights import Quantization, load_weights
+from sarathi_jax.outputs import RequestOutput, StepStats
 from sarathi_jax.pages import PagePool
+from sarathi_jax.parallel import Parallel
+from sarathi_jax.pipeline import StageClock, make_runner
 from sarathi_jax.progress import progress_bar
-from sarathi_jax.request import Request, SamplingParams, Sequence
-from sarathi_jax.runner import DeviceStep, ModelRunner, ReadStep
+from sarathi_jax.request import SamplingParams, Sequence, StepPlan
+from sarathi_jax.runner import ReadStep
 from sarathi_jax.schedulers import Sarathi, Scheduler, SchedulerConfig
 from sarathi_jax.shapes import Shapes
 from sarathi_jax.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -37,13 +45,18 @@ class Engine:
 
     Shapes are made for the scheduler's largest iteration, and for `max_step_tokens` if that is more (for a later
     `set_scheduler`). `Sarathi(token_budget="auto", tbt_slo_s=...)` is measured at `warm_up`.
+
+    `parallel`: the devices that share the model. In a pipeline as many micro-batches are in flight as there are stages,
+    the oldest read when the last was dispatched, and `lookahead` is 0; a sequence whose next token is on its way sits
+    out, while chunks of a prompt follow each other. Replicas (`data`) are `replicas.Replicas`.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | Seq[PlacedPart],
         tokenizer: Tokenizer | None,
         *,
+        parallel: Parallel | None = None,
         scheduler: SchedulerConfig | None = None,
         cache: CacheConfig | None = None,
         max_model_len: int | None = None,
@@ -55,7 +68,14 @@ class Engine:
     ):
         scheduler = check_instance("scheduler", Sarathi() if scheduler is None else scheduler, SchedulerConfig)
         cache = check_instance("cache", CacheConfig() if cache is None else cache, CacheConfig)
-        config = model.config
+        if isinstance(model, Decoder) and is_shared(parallel):
+            model = place_model(model, *layout(model.config, parallel))
+        parts: Seq[PlacedPart] = () if isinstance(model, Decoder) else model
+        num_stages = max(len(parts), 1)
+        if isinstance(model, Decoder):
+            decoder, config = model, model.config
+        else:
+            decoder, config = model[0].decoder, model[0].part.config
         check_positive("max_step_tokens", max_step_tokens)
         if max_model_len is None:
             max_model_len = config.max_position
@@ -67,22 +87,27 @@ class Engine:
                 f"the tokenizer knows {tokenizer.vocab_size} ids and the model embeds {config.vocab_size}: "
                 f"they do not belong together"
             )
+        if num_stages > 1 and lookahead:
+            raise ValueError(
+                f"{lookahead=} with {num_stages} stages: micro-batches in flight are planned ahead already; use 0"
+            )
         if lookahead is None:
-            lookahead = 0 if device.platform() == "cpu" else 1
+            lookahead = 0 if device.platform() == "cpu" or num_stages > 1 else 1
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
-        dtype = device.resolve_dtype(cache.dtype or str(model.dtype))
+        dtype = device.resolve_dtype(cache.dtype or str(decoder.dtype))
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = config.vocab_size
-        self._check_ids("eos_token_ids", self.eos_token_ids)
-        self._max_prompt_chars = max_prompt_chars(tokenizer, max_model_len)
+        self._intake = Intake(tokenizer, vocab_size=config.vocab_size, max_model_len=max_model_len)
+        self._intake.check_ids("eos_token_ids", self.eos_token_ids)
         num_pages = device.num_pages(
-            config, cache, dtype=dtype, max_num_seqs=scheduler.max_num_seqs, max_model_len=max_model_len
-        )
+            config, cache, dtype=dtype, max_num_seqs=scheduler.max_num_seqs, max_model_len=max_model_len,
+            stages=[(placed.part.local_config, placed.mesh.local_devices) for placed in parts],
+        )  # fmt: skip
         self.pool = PagePool(num_pages, cache.page_size)
-        self._lookahead = lookahead
+        self._lookahead, self._num_stages = lookahead, num_stages
         self._auto: Sarathi | None = None
         if isinstance(scheduler, Sarathi) and scheduler.token_budget == "auto":
             self._auto = scheduler
@@ -96,14 +121,19 @@ class Engine:
             page_size=cache.page_size,
             num_pages=num_pages,
         )
-        self.runner = ModelRunner(model, shapes, stop_ids=self.eos_token_ids, kv_dtype=dtype)
+        self.runner = make_runner(model, shapes, stop_ids=self.eos_token_ids, kv_dtype=dtype)
+        self.replica = 0
+        """Its number among those of `replicas.Replicas`."""
         self.last_step: StepStats | None = None
         """The iteration read last, for whoever wants to watch."""
         self.clock = clock
+        self.on_plan: Callable[[float, StepPlan], None] | None = None
+        """Told of every plan, and of the time it was made for, before it is sent off."""
+        self._stage_clock = StageClock(num_stages, lambda: self.clock()) if num_stages > 1 else None
         self._rng = np.random.default_rng(seed)
         self._live: dict[str, LiveRequest] = {}
         self._by_sequence: dict[int, tuple[LiveRequest, Generation]] = {}
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._undelivered: list[RequestOutput] = []
         self._next_seq_id = 0
 
@@ -114,7 +144,10 @@ class Engine:
         *,
         scheduler: SchedulerConfig | None = None,
         cache: CacheConfig | None = None,
+        parallel: Parallel | None = None,
         dtype: str = "auto",
+        quantization: Quantization | None = None,
+        attention: Backend | None = None,
         max_model_len: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
         lookahead: int | None = None,
@@ -125,20 +158,26 @@ class Engine:
         compile_cache: bool = True,
         progress: bool | None = None,
     ) -> Engine:
-        """An engine on a checkpoint: a known name, a Hugging Face folder or hub name, or a GGUF file.
+        """An engine on a checkpoint: a known name, a Hugging Face folder or hub name, a GGUF file, or a saved model.
 
         `warm_up` compiles every shape now (else each at its first use), through a persistent cache in the user's cache
         folder if `compile_cache`. `progress` None shows a bar when stderr is a terminal. `eos_token_ids` None takes the
-        checkpoint's. The rest as in `Engine`.
+        checkpoint's. `quantization` as in `weights.load_weights`, `attention` as in `attention.select_backend`. The
+        rest as in `Engine`.
         """
         if not isinstance(model, (str, Path)):
             raise ValueError(f"model={model!r} must be a name or a path")
         weight_dtype = device.resolve_dtype(dtype)
         checkpoint = open_checkpoint(model)
         tokenizer = checkpoint.tokenizer()
-        weights = load_weights(checkpoint, weight_dtype)
+        if is_shared(parallel):
+            where = layout(checkpoint.config, parallel)
+            placed = load_parts(checkpoint, weight_dtype, *where, quantization=quantization, attention=attention)
+        else:
+            weights = load_weights(checkpoint, weight_dtype, quantization=quantization)
+            placed = Decoder(checkpoint.config, weights, attention=attention)
         engine = cls(
-            Decoder(checkpoint.config, weights),
+            placed,
             tokenizer,
             scheduler=scheduler,
             cache=cache,
@@ -206,6 +245,17 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._live)
 
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far; after `warm_up` it never changes."""
+        return self.runner.num_compiled
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that its sequences have still to run, those to come included."""
+        alive = (*self.scheduler.running, *self.scheduler.waiting)
+        return sum(seq.max_total_tokens - seq.num_computed for seq in alive)
+
     def add_request(
         self,
         request_id: str,
@@ -220,37 +270,19 @@ class Engine:
 
         The prompt and `max_tokens` together are cut at max_model_len (finish reason "length").
         """
-        params = SamplingParams() if params is None else check_instance("params", params, SamplingParams)
-        params = replace(params)  # our own: the caller's holds a dict
         if self._auto is not None:
             raise ValueError('token_budget="auto" is measured by warm_up: call it before adding requests')
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id={request_id!r} must be a non-empty string")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority={priority!r} must be an integer; lower is sooner")
-        if arrival_time is not None:
-            check_number("arrival_time", arrival_time, -1e300, 1e300, "seconds on the engine's clock")
+        request = self._intake.request(
+            request_id, prompt, prompt_token_ids, params, arrival_time=arrival_time, priority=priority, now=self.clock()
+        )
         if request_id in self._live:
             raise ValueError(f"request_id={request_id!r} is in use by a request that has not ended; choose another")
-        token_ids = self._prompt_ids(prompt, prompt_token_ids)
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
-        now = self.clock()
-        request = Request(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=token_ids,
-            params=params,
-            arrival_time_s=now if arrival_time is None else arrival_time,
-            priority=priority,
-        )
+        params = request.params
         live = LiveRequest(request=request, tokenizer=self.tokenizer)
         seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
         for index in range(params.n):
             seq = Sequence(request, self._next_seq_id + index, index=index, seed=seed)
-            seq.max_total_tokens = self._max_total_tokens(len(token_ids), params.max_tokens)
+            seq.max_total_tokens = self._max_total_tokens(seq.prompt_len, params.max_tokens)
             live.generations.append(Generation(seq, self.tokenizer))
         for generation in live.generations:
             self.scheduler.add(generation.seq)  # may refuse, the first or none: all are alike
@@ -259,16 +291,21 @@ class Engine:
         self._live[request_id] = live
 
     def step(self) -> list[RequestOutput]:
-        """Run one iteration; the requests that changed. Empty when nothing did (or with lookahead, not yet).
+        """Run one iteration; the requests that changed. Empty when nothing did (or with steps in flight, not yet).
 
         If it raises (Ctrl-C, memory, a policy's fault), nothing is lost: tokens that were not read are computed again
         by the next steps.
         """
-        try:
-            self._undelivered += self._run_iteration()
-        except BaseException:
-            self._recover()
-            raise
+        planned = self.dispatch()
+        return [] if planned and len(self._in_flight) < self._depth else self.collect()
+
+    def dispatch(self) -> bool:
+        """Half a step: plan an iteration and send it off, without waiting. False with nothing to plan, or no room."""
+        return len(self._in_flight) < self._depth and self._guarded(self._dispatch)
+
+    def collect(self) -> list[RequestOutput]:
+        """The other half: wait for the oldest step in flight, if there is one; the requests that changed."""
+        self._guarded(self._collect)
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -276,20 +313,48 @@ class Engine:
         """Outputs that `step` returned and that somebody else waits for: the next `step` returns them again."""
         self._undelivered += outputs
 
-    def _run_iteration(self) -> list[RequestOutput]:
+    @property
+    def oldest(self) -> Flight | None:
+        """The step that `collect` waits for."""
+        return self._in_flight[0] if self._in_flight else None
+
+    @property
+    def _depth(self) -> int:
+        """Steps in flight when one is read."""
+        return max(self._num_stages, self.scheduler.lookahead + 1)
+
+    def _guarded(self, part: Callable[[], _T]) -> _T:
+        try:
+            return part()
+        except BaseException:
+            self._recover()
+            raise
+
+    def _dispatch(self) -> bool:
         start = self.clock()
         plan = self.scheduler.plan(start)
+        if self.on_plan is not None:
+            self.on_plan(start, plan)
         if plan:
-            self._in_flight.append(_Flight(self.runner.execute(plan), start, len(plan.preempted), self.pool.num_held))
-        planned = self.clock()
-        if not self._in_flight or (plan and len(self._in_flight) <= self.scheduler.lookahead):
-            return []
+            step = self.runner.execute(plan)
+            ends = [] if self._stage_clock is None else self._stage_clock.watch(step.stage_outputs)
+            flight = Flight(
+                step=step, start_s=start, host_s=self.clock() - start, num_preempted=len(plan.preempted),
+                num_pages_held=self.pool.num_held, replica=self.replica, ends=ends,
+            )  # fmt: skip
+            self._in_flight.append(flight)
+        return bool(plan)
+
+    def _collect(self) -> None:
+        if not self._in_flight:
+            return
         flight = self._in_flight.popleft()
         step = flight.step.read()
         ready = self.clock()
-        outputs = self._update(flight, step, ready)
-        self._record(flight, host_s=planned - start + self.clock() - ready)
-        return outputs
+        self._undelivered += self._update(flight, step, ready)
+        now = self.clock()
+        host_s = flight.host_s + now - ready
+        self.last_step = flight.stats(self._stage_clock, end_s=now, host_s=host_s, num_pages=self.pool.num_pages)
 
     def _recover(self) -> None:
         """After an exception inside a step: as if what it and those in flight had planned was never planned."""
@@ -327,6 +392,7 @@ class Engine:
             max_model_len=self.max_model_len,
             tile=device.tile(),
             lookahead=self._lookahead,
+            num_stages=self._num_stages,
             default_token_budget=device.default_token_budget(),
         )
 
@@ -348,38 +414,13 @@ class Engine:
             raise ValueError(f"{what} needs an idle engine; {len(self._live)} requests have not ended")
         self.drain()
 
-    def _prompt_ids(self, prompt: str | None, token_ids: Iterable[int] | None) -> tuple[int, ...]:
-        if (prompt is None) == (token_ids is None):
-            raise ValueError("give either prompt (text) or prompt_token_ids, and not both")
-        if prompt is not None:
-            if self.tokenizer is None:
-                raise ValueError("this engine has no tokenizer: give prompt_token_ids")
-            if isinstance(prompt, str) and len(prompt) > self._max_prompt_chars:
-                raise ValueError(
-                    f"the prompt has {len(prompt)} characters, more than max_model_len={self.max_model_len} tokens "
-                    f"can hold"
-                )
-            token_ids = self.tokenizer.encode(prompt)
-        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
-            raise ValueError(f"prompt_token_ids={token_ids!r} must be a list of token ids")
-        ids = tuple(token_ids)
-        if not ids:
-            raise ValueError(f"the prompt is empty: {prompt=} makes no token; at least one is needed")
-        self._check_ids("prompt_token_ids", ids)
-        return tuple(map(int, ids))
-
-    def _check_ids(self, name: str, ids: Iterable[Any]) -> None:
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < self.vocab_size:
-                raise ValueError(f"{name} has {token!r}; token ids are integers in [0, {self.vocab_size})")
-
     def _max_total_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
         if max_tokens is None:
             room = self.pool.num_pages * self.pool.page_size + 1  # the last token needs no page
             return max(min(self.max_model_len, room), prompt_len + 1)
         return min(self.max_model_len, prompt_len + max_tokens)
 
-    def _update(self, flight: _Flight, step: ReadStep, now: float) -> list[RequestOutput]:
+    def _update(self, flight: Flight, step: ReadStep, now: float) -> list[RequestOutput]:
         """Tokens to their sequences, ends found and pages released, one output for each request that changed."""
         changed: dict[int, tuple[LiveRequest, list[Generation]]] = {}
         for i, chunk in enumerate(flight.step.chunks):
@@ -404,32 +445,3 @@ class Engine:
             if outputs[-1].finished:
                 del self._live[live.request.request_id]
         return outputs
-
-    def _record(self, flight: _Flight, *, host_s: float) -> None:
-        chunks = tuple(
-            ChunkStats(chunk.sequence.request.request_id, chunk.sequence.index, chunk.start, chunk.num_tokens)
-            for chunk in flight.step.chunks
-        )
-        num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
-        self.last_step = StepStats(
-            chunks=chunks,
-            start_s=flight.start_s,
-            wall_s=self.clock() - flight.start_s,
-            host_s=host_s,
-            num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks) - num_decodes,
-            num_decode_tokens=num_decodes,
-            num_padding=flight.step.num_padding,
-            num_preempted=flight.num_preempted,
-            num_pages_held=flight.num_pages_held,
-            num_pages=self.pool.num_pages,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A dispatched step that is not read yet."""
-
-    step: DeviceStep
-    start_s: float
-    num_preempted: int
-    num_pages_held: int

@@ -115,11 +115,3 @@ def candidates(tokenizer: Tokenizer | None, scores: TokenScores, row: int, chose
     if chosen not in found:
         found[chosen] = Logprob(float(scores.chosen[row]), None, decode(chosen))
     return found
-
-
-def max_prompt_chars(tokenizer: Tokenizer | None, max_model_len: int) -> int:
-    """No text longer than this can be short enough in tokens; several times over, as tokenizers may shrink a text."""
-    if tokenizer is None:
-        return 0
-    longest = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
-    return max(4 * longest * max_model_len, 1 << 16)

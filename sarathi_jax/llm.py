@@ -10,16 +10,23 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from sarathi_jax.distributed import Leader
 from sarathi_jax.engine import Engine
 from sarathi_jax.outputs import RequestOutput
+from sarathi_jax.parallel import Parallel
 from sarathi_jax.progress import progress_bar
+from sarathi_jax.replicas import Replicas
 from sarathi_jax.request import SamplingParams
 
 Prompt = str | Mapping[str, Any]
+AnyEngine = Engine | Replicas | Leader
 
 
 class LLM:
     """A model and an engine for whole batches of prompts. Arguments as `Engine.load`.
+
+    With `parallel.data` replicas prompts are shared out among them. In place of a model it takes an engine, or what has
+    its methods (`replicas.Replicas`, `distributed.Leader`).
 
     Streams may be open while others run. Outputs of requests added to `engine` directly wait for whoever steps it.
 
@@ -27,8 +34,15 @@ class LLM:
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
     """
 
-    def __init__(self, model: str | Path, **options: Any):
-        self.engine = Engine.load(model, **options)
+    def __init__(self, model: str | Path | AnyEngine, **options: Any):
+        if isinstance(model, AnyEngine):
+            if options:
+                raise ValueError(f"{sorted(options)} are for loading a model, and this is an engine already")
+            self.engine = model
+        else:
+            parallel = options.get("parallel")
+            is_replicated = isinstance(parallel, Parallel) and parallel.data > 1
+            self.engine = (Replicas if is_replicated else Engine).load(model, **options)
         prefix = f"llm-{uuid.uuid4().hex[:8]}"  # nobody else's ids on this engine
         self._ids = (f"{prefix}-{i}" for i in itertools.count())
         self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests made here, until they are taken

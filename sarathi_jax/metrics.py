@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sarathi_jax.outputs import ChunkStats, Latencies, StepStats
+from sarathi_jax.outputs import ChunkStats, Latencies, PlannedChunks, StepStats
+from sarathi_jax.stages import StageUse, stage_use
 
 RequestStatus = Literal["finished", "failed", "rejected", "aborted"]
 
@@ -68,9 +69,11 @@ class Summary:
     max: float
 
     @classmethod
-    def of(cls, samples: Iterable[float | None]) -> Summary | None:
+    def of(cls, samples: Iterable[float | None] | np.ndarray) -> Summary | None:
         """Summary of the samples that are not None; None if there is none. ValueError for NaN and infinities."""
-        values = np.asarray([sample for sample in samples if sample is not None], dtype=np.float64)
+        if not isinstance(samples, np.ndarray):
+            samples = [sample for sample in samples if sample is not None]
+        values = np.asarray(samples, dtype=np.float64)
         if not values.size:
             return None
         if not np.isfinite(values).all():
@@ -161,7 +164,8 @@ class Report:
     @cached_property
     def tbt(self) -> Summary | None:
         """Time between tokens (s): all gaps of all finished requests."""
-        return Summary.of(gap for record in self.finished for gap in record.tbts_s)
+        gaps = [np.diff(record.token_s) for record in self.finished]
+        return Summary.of(np.concatenate(gaps)) if gaps else None
 
     @cached_property
     def e2e(self) -> Summary | None:
@@ -274,6 +278,11 @@ class Report:
         total = padding + sum(step.num_prefill_tokens + step.num_decode_tokens for step in self.iterations)
         return padding / total if total else None
 
+    @cached_property
+    def stage_use(self) -> tuple[StageUse, ...]:
+        """Of each replica and pipeline stage, where the server tells."""
+        return stage_use(self.iterations)
+
     # Out and in.
 
     @property
@@ -306,6 +315,13 @@ class Report:
             f"iterations  {len(self.iterations)}, "
             f"padding {'-' if self.padding_share is None else f'{self.padding_share:.1%}'} of rows",
         ]
+        if any(len(step.stages) > 1 for step in self.iterations):
+            stages: dict[int, list[StageUse]] = {}
+            for use in self.stage_use:
+                stages.setdefault(use.stage, []).append(use)
+            share = lambda uses: sum(u.bubble_s for u in uses) / sum(u.busy_s + u.bubble_s for u in uses)
+            shares = ", ".join(f"{share(uses):.1%} of stage {stage}" for stage, uses in stages.items())
+            lines.append(f"bubbles     {shares}, while anything was in flight")
         if self.warm_up is not None:
             warm_up = self.warm_up
             lines.append(
@@ -335,13 +351,15 @@ class Report:
         content: dict[str, Any] = {"format": _FORMAT}
         content |= {field.name: getattr(self, field.name) for field in fields(self)}
         content["requests"] = [vars(record) for record in self.requests]
-        content["iterations"] = [vars(step) for step in self.iterations]
+        names = [field.name for field in fields(StepStats)]
+        content["iterations"] = [{name: getattr(step, name) for name in names} for step in self.iterations]
         content["warm_up"] = None if self.warm_up is None else asdict(self.warm_up)
         rates = ("offered_rate", "reached_rate", "output_tokens_per_s", "total_tokens_per_s", "padding_share")
         content["summary"] = {name: getattr(self, name) for name in rates}
         for _, name, _ in _ROWS:
             summary = getattr(self, name)
             content["summary"][name] = None if summary is None else asdict(summary)
+        content["summary"]["stages"] = [asdict(use) | {"bubble_share": use.bubble_share} for use in self.stage_use]
         return json.dumps(content, allow_nan=False, default=_plain)
 
     @classmethod
@@ -354,7 +372,11 @@ class Report:
         try:
             records = [RequestRecord(**{**r, "token_s": tuple(r["token_s"])}) for r in content.pop("requests")]
             steps = [
-                StepStats(**{**step, "chunks": tuple(ChunkStats(*chunk) for chunk in step["chunks"])})
+                StepStats(
+                    **step
+                    | {"chunks": tuple(ChunkStats(*chunk) for chunk in step["chunks"])}
+                    | {"stages": tuple((start, end) for start, end in step.get("stages", ()))}
+                )
                 for step in content.pop("iterations")
             ]
             warm_up = content.pop("warm_up")
@@ -389,7 +411,9 @@ _ROWS = (
 
 
 def _plain(value: Any) -> Any:
-    """numpy's scalars as Python's."""
+    """numpy's scalars as Python's, chunks that nobody has looked at as chunks."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, PlannedChunks):
+        return tuple(value)
     raise TypeError(f"{value!r} has no place in a report")

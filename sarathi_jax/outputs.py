@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -85,7 +86,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: tuple[CompletionOutput, ...]
 
@@ -131,14 +132,57 @@ class ChunkStats(NamedTuple):
     num_tokens: int
 
 
+class PlannedChunks(Sequence[ChunkStats]):
+    """A plan's chunks as `ChunkStats`, made when somebody looks: equal to the tuple of them.
+
+    Columns of `request.Chunk`s. Of a simulation that makes a million nobody may ever look at one.
+    """
+
+    __slots__ = ("_sequences", "_sizes", "_starts")
+
+    def __init__(self, sequences: tuple[Any, ...], starts: tuple[int, ...], sizes: tuple[int, ...]):
+        self._sequences, self._starts, self._sizes = sequences, starts, sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkStats: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ChunkStats, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> ChunkStats | tuple[ChunkStats, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(len(self))[index])
+        sequence = self._sequences[index]
+        return ChunkStats(sequence.request.request_id, sequence.index, self._starts[index], self._sizes[index])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, PlannedChunks)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def of_prompts(self) -> tuple[ChunkStats, ...]:
+        if self._sizes.count(1) == len(self) and 0 not in self._starts:
+            return ()
+        return tuple(self[i] for i, size in enumerate(self._sizes) if size > 1 or not self._starts[i])
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
     """One iteration: what ran, and its time (s). `host_s` is planning, building and updating; `wall_s` is all.
 
-    `chunks` in order of the batch; `num_pages_held` when it was planned, of `num_pages`.
+    `chunks` in order of the batch; `num_pages_held` when it was planned, of `num_pages`. Simulators and pipelines tell
+    which `replica` it ran on and when it was in each of its pipeline's `stages`: (start, end), on the server's clock.
+    `collective_bytes`: what a device of each stage passes on to the others of its own and to the next stage, summed.
     """
 
-    chunks: tuple[ChunkStats, ...]
+    chunks: Sequence[ChunkStats]
     start_s: float
     wall_s: float
     host_s: float
@@ -148,10 +192,27 @@ class StepStats:
     num_preempted: int
     num_pages_held: int
     num_pages: int
+    replica: int = 0
+    stages: tuple[tuple[float, float], ...] = ()
+    collective_bytes: int = 0
+
+    @classmethod
+    def make(cls, **fields: Any) -> StepStats:
+        """`StepStats(...)` without a frozen class's call for every field: a simulation makes a hundred thousand."""
+        stats = object.__new__(cls)
+        stats.__dict__.update(fields)
+        return stats
 
     @property
     def num_seqs(self) -> int:
         return len(self.chunks)
+
+    @property
+    def prompt_chunks(self) -> Sequence[ChunkStats]:
+        """Those that may begin a prompt: all but decodes, and whatever else has one token beyond the first."""
+        if isinstance(self.chunks, PlannedChunks):
+            return self.chunks.of_prompts()
+        return [chunk for chunk in self.chunks if chunk.num_tokens > 1 or not chunk.start]
 
     @property
     def padding_share(self) -> float:

@@ -89,7 +89,8 @@ class PagePool:
             raise ValueError(f"cannot allocate {n} pages; n >= 0")
         if n > self.num_available:
             raise OutOfPages(f"{n} pages asked for, {self.num_available} of {self.num_pages} available")
-        pages = [self._free.pop() for _ in range(n)]
+        pages = self._free[: -n - 1 : -1]
+        del self._free[self.num_free - n :]
         for page in pages:
             self._num_refs[page] = 1
         return pages
@@ -105,15 +106,25 @@ class PagePool:
 
     def free(self, page_ids: Seq[int]) -> None:
         """One reference less to each page; ValueError, with nothing changed, for a page that is not held as often."""
+        refs = self._num_refs
+        if page_ids and (min(page_ids) < 0 or max(page_ids) >= self.num_pages):
+            for page in page_ids:
+                self._check_id(page)
+        for i, page in enumerate(page_ids):  # nearly always: held once, and listed once
+            if refs[page] != 1:
+                for freed in page_ids[:i]:
+                    refs[freed] = 1
+                break
+            refs[page] = 0
+        else:
+            self._free += page_ids
+            return
         for page, times in Counter(page_ids).items():
-            self._check_id(page)
-            if times > self._num_refs[page]:
-                raise ValueError(
-                    f"page {page} is freed {times} times and held {self._num_refs[page]} times: double free"
-                )
+            if times > refs[page]:
+                raise ValueError(f"page {page} is freed {times} times and held {refs[page]} times: double free")
         for page in page_ids:
-            self._num_refs[page] -= 1
-            if self._num_refs[page] == 0:
+            refs[page] -= 1
+            if refs[page] == 0:
                 self._free.append(page)
 
     def check_integrity(self, sequences: Iterable[Sequence] | None = None) -> None:

@@ -19,7 +19,7 @@ from sarathi_jax.budget import Iteration, Sample, TimeModel
 from sarathi_jax.device import processor
 from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
-from sarathi_jax.runner import ModelRunner
+from sarathi_jax.runner import Runner
 
 
 class IterationTime(NamedTuple):
@@ -29,7 +29,7 @@ class IterationTime(NamedTuple):
     host_s: float
 
 
-def make_plan(runner: ModelRunner, iteration: Iteration) -> StepPlan:
+def make_plan(runner: Runner, iteration: Iteration) -> StepPlan:
     """The plan of an iteration: greedy sequences of random tokens, on pages from 0 up. Only for a runner nobody uses.
 
     Raises:
@@ -57,7 +57,7 @@ def make_plan(runner: ModelRunner, iteration: Iteration) -> StepPlan:
     return StepPlan(chunks=tuple(chunks), admitted=tuple(chunk.sequence for chunk in chunks))
 
 
-def time_plan(runner: ModelRunner, plan: StepPlan) -> IterationTime:
+def time_plan(runner: Runner, plan: StepPlan) -> IterationTime:
     """Run a plan of `make_plan` once. It may be repeated: the same keys and values are written again."""
     start = time.perf_counter()
     runner.execute(plan).read()
@@ -65,7 +65,7 @@ def time_plan(runner: ModelRunner, plan: StepPlan) -> IterationTime:
 
 
 def profile(
-    runner: ModelRunner,
+    runner: Runner,
     *,
     max_model_len: int,
     max_tokens: int,
@@ -106,7 +106,7 @@ def profile(
 
 
 def calibrate(
-    runner: ModelRunner,
+    runner: Runner,
     *,
     max_model_len: int,
     max_tokens: int,
@@ -121,7 +121,7 @@ def calibrate(
 
 
 def time_model(
-    runner: ModelRunner, *, max_model_len: int, max_tokens: int, folder: Path | None, progress: bool | None = None
+    runner: Runner, *, max_model_len: int, max_tokens: int, folder: Path | None, progress: bool | None = None
 ) -> TimeModel:
     """`calibrate` under a bar, or the result of an earlier one in `folder` on the same machine, model and shapes."""
     name = machine(runner, max_tokens)
@@ -138,7 +138,7 @@ def time_model(
     return model
 
 
-def fit(runner: ModelRunner, samples: list[Sample], held_out: list[Sample], *, max_tokens: int) -> TimeModel:
+def fit(runner: Runner, samples: list[Sample], held_out: list[Sample], *, max_tokens: int) -> TimeModel:
     """The time model of a profile of this runner."""
     return budget.fit(
         samples,
@@ -149,18 +149,19 @@ def fit(runner: ModelRunner, samples: list[Sample], held_out: list[Sample], *, m
     )
 
 
-def _shapes(runner: ModelRunner, max_tokens: int) -> list[int]:
+def _shapes(runner: Runner, max_tokens: int) -> list[int]:
     shapes = runner.shapes.num_tokens
     return [rows for rows in shapes if rows <= max_tokens] or [shapes[0]]
 
 
-def machine(runner: ModelRunner, max_tokens: int) -> str:
+def machine(runner: Runner, max_tokens: int) -> str:
     """What a time model holds for: device, jax, model, dtype and shapes."""
     c, s, device = runner.config, runner.shapes, jax.devices()[0]
     rows = ",".join(map(str, _shapes(runner, max_tokens)))
+    stages = "".join(f" tensor-{mesh.size}" for mesh in runner.meshes)
     return (
         f"{device.platform} {device.device_kind} {processor()} jax-{jax.__version__} "
         f"{c.architecture} {c.num_layers}x{c.hidden_size}"
         f"x{c.intermediate_size} {c.num_heads}/{c.num_kv_heads}x{c.head_dim} vocab-{c.vocab_size} "
-        f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{rows} seqs-{s.num_slots}"
+        f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{rows} seqs-{s.num_slots}{stages}"
     )

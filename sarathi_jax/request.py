@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sarathi_jax.config import check_int, check_number
 
@@ -115,7 +117,7 @@ class Request:
     """What was asked for: validated prompt ids and parameters. `priority` lower is sooner (vLLM's sense)."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Seq[int]
     params: SamplingParams
     arrival_time_s: float
     prompt: str | None = None
@@ -126,7 +128,8 @@ class Request:
 class Sequence:
     """One generation in progress: the only thing that schedulers, pages and engine change.
 
-    Tokens are prompt + outputs; `num_pending` further ones are sampled on the device and not read yet.
+    Tokens are prompt + outputs; `num_pending` further ones are sampled on the device and not read yet. `num_tokens`
+    counts all three: sampling adds to it, and reading, which moves a token from pending to outputs, changes nothing.
     `num_computed` counts the tokens whose K and V are in `page_ids`, or will be once the steps planned so far have run.
     """
 
@@ -147,10 +150,18 @@ class Sequence:
     slot: int | None = None
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
+    num_in_flight: int = 0
+    """Plans not read yet that it sits out for, beside what `num_pending` says: counted by who runs a pipeline, if at
+    all."""
+
+    draft_number: int | None = None
+    """The plan in the making that it is in, if it is: see `schedulers.Draft`."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids
+        self.prompt_len = len(self.prompt_token_ids)
         self.params = self.request.params
+        self.num_tokens = self.prompt_len + len(self.output_token_ids) + self.num_pending
 
     def __repr__(self) -> str:
         return (
@@ -158,15 +169,6 @@ class Sequence:
             f"outputs={len(self.output_token_ids)}+{self.num_pending}, computed={self.num_computed}, "
             f"pages={len(self.page_ids)})"
         )
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens there are: prompt, outputs, and outputs still on the device."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
@@ -187,6 +189,11 @@ class Sequence:
         """All tokens it may have are sampled (read or pending): nothing more to schedule."""
         return self.num_tokens >= self.max_total_tokens
 
+    def drop_pending(self) -> None:
+        """Tokens that were sampled and not read count as never sampled."""
+        self.num_tokens = self.prompt_len + len(self.output_token_ids)
+        self.num_pending = 0
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known token ids at positions [start, stop); pending ones are left out."""
         n = len(self.prompt_token_ids)
@@ -196,8 +203,7 @@ class Sequence:
         return ids
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`num_tokens` tokens of one sequence from position `start`. A decode is a chunk of 1; there is no phase flag.
 
     `samples`: the chunk reaches the last token there is, so the step draws the next one.
@@ -213,8 +219,7 @@ class Chunk:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One iteration: chunks in order (decodes first under `sarathi`). Its pages are held when it is returned."""
 
     chunks: tuple[Chunk, ...] = ()
@@ -226,12 +231,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(c.num_tokens for c in self.chunks)
+        return sum([num_tokens for _, _, num_tokens, _ in self.chunks])
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of chunks of 1."""
-        return sum(1 for c in self.chunks if c.num_tokens == 1)
+        return [num_tokens for _, _, num_tokens, _ in self.chunks].count(1)
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -1,26 +1,31 @@
 """Runs plans on the device: one compiled program per shape, compiled ahead, dispatched without waiting.
 
 The model is split once into its static definition and its leaves. The KV pool and the slots' state live here, donated
-to every step and replaced by its result.
+to every step and replaced by its result. On a mesh the whole step runs under `jax.shard_map`, each device with its own
+heads, MLP columns and rows of the vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from sarathi_jax import parallel
 from sarathi_jax.arrays import AnyArray
 from sarathi_jax.batch import BatchBuilder, BuiltBatch, HybridBatch
+from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.decoder import Decoder, KVPool
 from sarathi_jax.request import MAX_LOGPROBS, StepPlan
 from sarathi_jax.sampler import SlotState, init_slot_state, needs_state, prompt_logprobs, sample, slot_rows, write_slot
@@ -55,28 +60,86 @@ class ReadStep(NamedTuple):
     first_rows: tuple[int, ...]
 
 
-class ModelRunner:
-    """A model, its KV pool and its compiled steps on one device.
+class Runner(Protocol):
+    """What runs plans: `ModelRunner`, or a pipeline of them."""
 
-    `stop_ids`: the model's EOS ids (what `min_tokens` holds back, with a request's own).
+    config: ModelConfig
+    shapes: Shapes
+    host_s: float
+
+    @property
+    def kv(self) -> KVPool: ...
+
+    @property
+    def weights(self) -> tuple[Array, ...]:
+        """All of the model's, on their devices."""
+        ...
+
+    @property
+    def num_compiled(self) -> int: ...
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """Of each stage; none is the default device."""
+        ...
+
+    def warm_up(self, *, progress: Callable[[int, int], None] | None = None, num_threads: int = 2) -> float: ...
+
+    def execute(self, plan: StepPlan) -> DeviceStep: ...
+
+    def recover(self) -> None: ...
+
+
+class ModelRunner:
+    """A model, its KV pool and its compiled steps, on one device or on a mesh of one axis, "tensor".
+
+    `stop_ids`: the model's EOS ids (what `min_tokens` holds back, with a request's own). On a `mesh` the model is one
+    device's share (`parts.ModelPart.local_config`) with all devices' weights. A stage of a pipeline that is not the
+    first takes hidden states in place of tokens, one that is not the last gives them (see `pipeline.PipelineRunner`).
     """
 
-    def __init__(self, model: Decoder, shapes: Shapes, *, stop_ids: tuple[int, ...] = (), kv_dtype=None):
+    def __init__(
+        self,
+        model: Decoder,
+        shapes: Shapes,
+        *,
+        stop_ids: tuple[int, ...] = (),
+        kv_dtype=None,
+        mesh: Mesh | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+    ):
         self.config = model.config
+        self.mesh = mesh
+        self.is_first, self.is_last = is_first, is_last
         self.shapes = shapes
         self.stop_ids = stop_ids
         self.builder = BatchBuilder(shapes)
         graph, state = nnx.split(model)
-        self._leaves, tree = jax.tree.flatten(state)
-        self._leaves = tuple(self._leaves)
+        leaves, tree = jax.tree.flatten(state)
+        self._leaves: tuple[Array, ...] = tuple(leaves)
         self._merge = lambda leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        self._dtype = model.dtype
         self._kv_dtype = model.dtype if kv_dtype is None else kv_dtype
-        self.kv = make_pool(self.config, shapes, self._kv_dtype)
-        self._state = init_slot_state(shapes.num_slots, self.config.vocab_size)
+        self._num_logits = model.num_logits if is_last else 0
+        self._kv = make_pool(self.config, shapes, self._kv_dtype, mesh)
+        self._state = self._make_state()
         self._compiled: dict[int, Callable] = {}
         self._write_slot: Callable | None = None
         self.host_s = 0.0
         """Seconds the last `execute` took before the device could begin (with compilation, if it had to)."""
+
+    @property
+    def kv(self) -> KVPool:
+        return self._kv
+
+    @property
+    def weights(self) -> tuple[Array, ...]:
+        return self._leaves
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        return [] if self.mesh is None else [self.mesh]
 
     @property
     def num_compiled(self) -> int:
@@ -89,10 +152,18 @@ class ModelRunner:
         `progress(done, total)` is called as programs get ready.
         """
         start = time.perf_counter()
+        todo = self.compile(progress=progress, num_threads=num_threads)
+        for n in todo:
+            output = self._run(n, self.builder.empty(n))
+            jax.block_until_ready(output)
+        return time.perf_counter() - start
+
+    def compile(self, *, progress: Callable[[int, int], None] | None = None, num_threads: int = 2) -> list[int]:
+        """Compile every shape that has not been compiled, and return them."""
         todo = [n for n in self.shapes.num_tokens if n not in self._compiled]
-        total = len(todo) + (self._write_slot is None)
-        done = 0
-        if self._write_slot is None:
+        needs_write_slot = self.is_last and self._write_slot is None
+        total, done = len(todo) + needs_write_slot, 0
+        if needs_write_slot:
             self._write_slot = self._compile_write_slot()
             done += 1
             if progress:
@@ -105,76 +176,138 @@ class ModelRunner:
                 done += 1
                 if progress:
                     progress(done, total)
-        for n in todo:
-            output = self._run(n, self.builder.empty(n))
-            jax.block_until_ready(output)
-        return time.perf_counter() - start
+        return todo
 
     def execute(self, plan: StepPlan) -> DeviceStep:
         """Dispatch a plan and return at once. A shape that `warm_up` has not compiled is compiled now."""
         start = time.perf_counter()
+        self.admit(plan)
+        built = self.builder.build(plan)
+        num_rows = built.num_tokens + built.num_padding
+        output = self._run(num_rows, built.batch)
+        self.host_s = time.perf_counter() - start
+        return DeviceStep(built, output, collective_bytes=self.collective_bytes(num_rows))
+
+    def collective_bytes(self, num_rows: int) -> int:
+        """What a device of the mesh contributes to sums, and gets of gathered logits, in a step of so many rows."""
+        if self.mesh is None or self.mesh.size == 1:
+            return 0
+        sums = self.config.num_layers * (2 if self.config.block == "sequential" else 1)
+        num_bytes = sums * num_rows * self.config.hidden_size * 4
+        if self.is_first:
+            num_bytes += num_rows * self.config.hidden_size * self._dtype.itemsize
+        return num_bytes + self.shapes.num_rows * self._num_logits * 4
+
+    def admit(self, plan: StepPlan) -> None:
+        """Write what the plan's new sequences need on the device to their slots."""
         for seq in plan.admitted:
             if needs_state(seq.params):
                 self._init_slot(seq)
-        built = self.builder.build(plan)
-        num_rows = built.num_tokens + built.num_padding
-        if num_rows not in self._compiled:
-            self._compiled[num_rows] = self._lower(num_rows).compile()
-        output = self._run(num_rows, built.batch)
-        self.host_s = time.perf_counter() - start
-        return DeviceStep(built, output)
 
     def recover(self) -> None:
         """After an exception in the middle of a step: make anew what was given away to it. What it held is lost."""
         if self.kv.k.is_deleted() or self.kv.v.is_deleted():
-            self.kv = make_pool(self.config, self.shapes, self._kv_dtype)
+            self._kv = make_pool(self.config, self.shapes, self._kv_dtype, self.mesh)
         if any(leaf.is_deleted() for leaf in self._state):
-            self._state = init_slot_state(self.shapes.num_slots, self.config.vocab_size)
+            self._state = self._make_state()
 
-    def _run(self, num_rows: int, batch: HybridBatch) -> StepOutput:
-        output, self.kv, self._state = self._compiled[num_rows](self._leaves, self.kv, self._state, batch)
+    def run_stage(self, num_rows: int, batch: HybridBatch, hidden: Float[Array, "T d"]) -> Any:
+        """Dispatch a step of a stage that is not the first: its hidden states, of the last stage its output."""
+        program = self._program(num_rows)
+        output, self._kv, self._state = program(self._leaves, self._kv, self._state, batch, hidden)
         return output
+
+    def _run(self, num_rows: int, batch: HybridBatch) -> Any:
+        program = self._program(num_rows)
+        output, self._kv, self._state = program(self._leaves, self._kv, self._state, batch)
+        return output
+
+    def _program(self, num_rows: int) -> Callable:
+        if num_rows not in self._compiled:
+            self._compiled[num_rows] = self._lower(num_rows).compile()
+        return self._compiled[num_rows]
+
+    def _make_state(self) -> SlotState | tuple[()]:
+        if not self.is_last:
+            return ()
+        make = functools.partial(init_slot_state, self.shapes.num_slots, self._num_logits)
+        return make() if self.mesh is None else jax.jit(make, out_shardings=self._everywhere)()
+
+    @property
+    def _everywhere(self) -> NamedSharding | None:
+        """Where an array goes that every device of the mesh has whole."""
+        return None if self.mesh is None else parallel.sharding(self.mesh)
 
     def _init_slot(self, seq) -> None:
         if self._write_slot is None:
             self._write_slot = self._compile_write_slot()
         stop_ids = (*self.stop_ids, *(seq.params.stop_token_ids or ()))
-        rows = slot_rows(seq.params, seq.prompt_token_ids, seq.output_token_ids, stop_ids, self.config.vocab_size)
+        rows = slot_rows(seq.params, seq.prompt_token_ids, seq.output_token_ids, stop_ids, self._num_logits)
         self._state = self._write_slot(self._state, np.int32(seq.slot), *rows)
 
     def _lower(self, num_rows: int):
-        return jax.jit(self._step, donate_argnums=(1, 2)).lower(
-            self._leaves, self.kv, self._state, self.builder.empty(num_rows)
+        arguments: list[Any] = [self._leaves, self.kv, self._state, self.builder.empty(num_rows)]
+        if not self.is_first:
+            shape = num_rows, self.config.hidden_size
+            arguments.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._everywhere))
+        if self.mesh is None:
+            return jax.jit(self._step, donate_argnums=(1, 2)).lower(*arguments)
+        whole = PartitionSpec()
+        pool = parallel.partition(parallel.POOL_AXES)
+        leaves = tuple(leaf.sharding.spec for leaf in self._leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        step = jax.shard_map(
+            self._step, mesh=self.mesh, in_specs=(leaves, pool, *[whole] * (len(arguments) - 2)),
+            out_specs=(whole, pool, whole), check_vma=False,
+        )  # fmt: skip
+        mesh = self.mesh
+        place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        in_shardings = place((leaves, pool, *[whole] * (len(arguments) - 2)))
+        jitted = jax.jit(
+            step, donate_argnums=(1, 2), in_shardings=in_shardings, out_shardings=place((whole, pool, whole))
         )
+        return jitted.lower(*arguments)
 
     def _compile_write_slot(self) -> Callable:
-        v = self.config.vocab_size
+        v = self._num_logits
         rows = (np.zeros(v, np.int32), np.zeros(v, np.bool_), np.zeros(v, np.bool_), np.zeros(v, np.float32))
-        return jax.jit(write_slot, donate_argnums=0).lower(self._state, np.int32(0), *rows).compile()
+        jitted = jax.jit(write_slot, donate_argnums=0, out_shardings=self._everywhere)
+        return jitted.lower(self._state, np.int32(0), *rows).compile()
 
     def _step(
-        self, leaves: tuple[Array, ...], kv: KVPool, state: SlotState, batch: HybridBatch
-    ) -> tuple[StepOutput, KVPool, SlotState]:
+        self, leaves: tuple[Array, ...], kv: KVPool, state: Any, batch: HybridBatch, hidden: Array | None = None
+    ) -> tuple[Any, KVPool, Any]:
         """The whole step, pure: rows through the model, the last row of each sequence to a token."""
         model: Decoder = self._merge(leaves)
-        tokens = batch.tokens._replace(
-            token_ids=jnp.where(batch.from_device, state.last_token[batch.token_slots], batch.tokens.token_ids)
-        )
-        hidden, kv = model(tokens, kv)
+        tokens = batch.tokens
+        if self.is_first and self.is_last:  # a pipeline's first stage gets all its tokens from the host
+            last_tokens = state.last_token[batch.token_slots]
+            tokens = tokens._replace(token_ids=jnp.where(batch.from_device, last_tokens, tokens.token_ids))
+        hidden, kv = model(tokens, kv, hidden)
+        if not self.is_last:
+            return hidden, kv, state
         logits = model.logits(hidden[batch.last_rows])
-        drawn, chosen, top_ids, top, state = sample(logits, batch.sampling, state)
+        num_logprobs = min(MAX_LOGPROBS, self.config.vocab_size)
+        drawn, chosen, top_ids, top, state = sample(logits, batch.sampling, state, num_logprobs=num_logprobs)
         prompt_scores = _score_prompts(model, hidden, batch)
         return StepOutput(drawn, TokenScores(chosen, top_ids, top), prompt_scores), kv, state
 
 
 class DeviceStep:
-    """A dispatched step of `ModelRunner`."""
+    """A dispatched step. `stage_outputs`: what each stage of a pipeline leaves, the last one's is `output`."""
 
-    def __init__(self, built: BuiltBatch, output: StepOutput):
+    def __init__(
+        self, built: BuiltBatch, output: StepOutput, stage_outputs: tuple[Any, ...] = (), collective_bytes: int = 0
+    ):
+        self.stage_outputs = stage_outputs
+        self.collective_bytes = collective_bytes
         self.chunks = built.chunks
         self.num_padding = built.num_padding
         self._built = built
         self._output = output
+
+    def is_ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._output.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self) -> ReadStep:
         """Wait for the step and fetch its results."""
@@ -188,12 +321,15 @@ class DeviceStep:
         )
 
 
-def make_pool(config, shapes: Shapes, dtype) -> KVPool:
-    """Zeroed keys and values of all layers, a sink page for each; two buffers of their own, as both are donated."""
-    shape = (
-        config.num_layers * (shapes.num_pages + 1), config.num_kv_heads, shapes.page_size, config.head_dim,
-    )  # fmt: skip
-    return KVPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+def make_pool(config, shapes: Shapes, dtype, mesh: Mesh | None = None) -> KVPool:
+    """Zeroed keys and values of all layers, a sink page for each; two buffers of their own, as both are donated.
+
+    On a mesh `config` is one device's share, and each device has its own heads.
+    """
+    kv_heads = config.num_kv_heads * (1 if mesh is None else mesh.size)
+    shape = config.num_layers * (shapes.num_pages + 1), kv_heads, shapes.page_size, config.head_dim
+    make = lambda: KVPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return make() if mesh is None else jax.jit(make, out_shardings=parallel.sharding(mesh, parallel.POOL_AXES))()
 
 
 def _score_prompts(model: Decoder, hidden: Float[Array, "T d"], batch: HybridBatch) -> TokenScores:
@@ -209,7 +345,7 @@ def _score_prompts(model: Decoder, hidden: Float[Array, "T d"], batch: HybridBat
         part = lambda x: lax.dynamic_slice_in_dim(x, i * tile, tile)
 
         def score() -> TokenScores:
-            new = TokenScores(*prompt_logprobs(model.logits(part(hidden)), part(batch.targets)))
+            new = TokenScores(*prompt_logprobs(model.logits(part(hidden)), part(batch.targets), k))
             return TokenScores(
                 *(lax.dynamic_update_slice_in_dim(a, b, i * tile, 0) for a, b in zip(scores, new, strict=True))
             )

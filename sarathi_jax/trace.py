@@ -13,14 +13,16 @@ from typing import Any
 
 from sarathi_jax.metrics import Report
 from sarathi_jax.outputs import ChunkStats
+from sarathi_jax.stages import bubbles
 
-_ITERATIONS, _HOST, _PREFILLS, _DECODES, _COUNTERS = range(1, 6)
+_ITERATIONS, _HOST, _PREFILLS, _DECODES, _COUNTERS, _STAGES = range(1, 7)
 _PROCESSES = {
     _ITERATIONS: "iterations",
     _HOST: "host",
     _PREFILLS: "prefill chunks",
     _DECODES: "decodes",
     _COUNTERS: "counters",
+    _STAGES: "pipeline stages",
 }
 
 
@@ -30,8 +32,9 @@ def write_trace(report: Report, path: str | Path) -> int:
     Lanes: iterations; the host's time in each (all of it at the iteration's start: only its sum is known); prefill
     chunks, as many lanes as run side by side; decodes, a lane for a request from its first to its last. With lookahead
     an iteration begins before the one before it is read: iterations then take turns in two lanes, and chunks are drawn
-    from when the one before was read, as the device runs them one after another. Counters: tokens of an iteration,
-    pages held, requests running and waiting.
+    from when the one before was read, as the device runs them one after another; a server that tells its stages' times
+    has them drawn from its first stage on, and a lane for each stage of each replica, bubbles in it. Counters: tokens
+    of an iteration and pages held, of each replica, requests running and waiting.
     """
     count = 0
     with open(path, "w", encoding="utf-8") as file:
@@ -102,6 +105,18 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
         times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
         yield {"ph": "X", "name": name, "pid": pid, "tid": lane, **times, "args": args}
 
+    num_stages = max((len(step.stages) for step in report.iterations), default=0)
+    num_replicas = 1 + max((step.replica for step in report.iterations), default=0)
+
+    def stage_span(
+        replica: int, stage: int, name: str, start_s: float, end_s: float, args: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        lane = replica * num_stages + stage + 1
+        if (_STAGES, lane) not in named:
+            named.add((_STAGES, lane))
+            yield _name("thread_name", _STAGES, lane, f"replica {replica}, stage {stage}")
+        yield from span(_STAGES, lane, name, ns(start_s), ns(end_s), args)
+
     read_ns = 0
     for i, step in enumerate(report.iterations):
         start, end = ns(step.start_s), ns(step.start_s + step.wall_s)
@@ -111,6 +126,7 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
             "decode_tokens": step.num_decode_tokens,
             "padding": step.num_padding,
             "preempted": step.num_preempted,
+            "collective_bytes": step.collective_bytes,
             "host_ms": step.host_s * 1e3,
         }
         name = f"{step.num_prefill_tokens} prefill + {step.num_decode_tokens} decode"
@@ -118,7 +134,11 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
         host_end = min(ns(step.start_s + step.host_s), end)
         yield from span(_HOST, host.place(start, host_end), "host", start, host_end, {"iteration": i})
         start = min(max(start, read_ns), end)
+        if step.stages:
+            start = ns(step.stages[0][0])
         read_ns = max(end, read_ns)
+        for stage, (begin_s, end_s) in enumerate(step.stages):
+            yield from stage_span(step.replica, stage, name, begin_s, end_s, {"iteration": i})
         for chunk in step.chunks:
             key, args = _key(chunk), {"iteration": i, "start": chunk.start, "tokens": chunk.num_tokens}
             if _is_decode(chunk, prompt_lens):
@@ -130,8 +150,11 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
                 decodes.release(key)
         at = ns(step.start_s)
         rows = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens, "padding": step.num_padding}
-        yield _counter("rows", at, rows)
-        yield _counter("pages held", at, {"held": step.num_pages_held})
+        of_replica = f", replica {step.replica}" if num_replicas > 1 else ""
+        yield _counter(f"rows{of_replica}", at, rows)
+        yield _counter(f"pages held{of_replica}", at, {"held": step.num_pages_held})
+    for bubble in bubbles(report.iterations):
+        yield from stage_span(bubble.replica, bubble.stage, "bubble", bubble.start_s, bubble.end_s, {})
     yield from _queue_counters(report, ns)
 
 

@@ -15,12 +15,13 @@ import math
 import numbers
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Required, TypedDict, Unpack
 
 from sarathi_jax.config import check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Chunk, Sequence, Status, StepPlan
+from sarathi_jax.schedulers.draft import Draft
 
 
 class Limits(TypedDict, total=False):
@@ -79,37 +80,6 @@ def resolve_token_budget(token_budget: int | None, *, tile: int, default: int) -
     return budget
 
 
-@dataclass(kw_only=True)
-class Draft:
-    """A plan in the making; `now` is the time it is made for. The first `num_decodes` chunks are decodes."""
-
-    now: float
-    chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decodes: int = 0
-    _planned: set[int] = field(default_factory=set)
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return id(seq) in self._planned
-
-    @property
-    def has_prompts(self) -> bool:
-        """Does any of its chunks belong to a prompt?"""
-        return len(self.chunks) > self.num_decodes
-
-    def append(self, chunk: Chunk) -> None:
-        assert chunk.num_tokens >= 1, f"an empty chunk of {chunk.sequence}"
-        assert chunk.sequence not in self, f"two chunks of {chunk.sequence} in one plan"
-        self.chunks.append(chunk)
-        self._planned.add(id(chunk.sequence))
-        self.num_tokens += chunk.num_tokens
-
-    def finish(self) -> StepPlan:
-        return StepPlan(chunks=tuple(self.chunks), preempted=tuple(self.preempted), admitted=tuple(self.admitted))
-
-
 def arrival_order(seq: Sequence) -> tuple[int, float, int]:
     """First come, first served within a priority: the order of all policies here."""
     return (seq.request.priority, seq.request.arrival_time_s, seq.seq_id)
@@ -129,6 +99,8 @@ class Scheduler(abc.ABC):
     tokens of step n are read. Sequences whose last token is sampled sit out until it is read.
 
     `num_stages`: iterations in flight at once, those of a pipeline; a policy spreads its decodes over that many plans.
+    Chunks of a prompt may follow each other in plans that are not read; whoever runs the pipeline and does not want
+    that counts in `Sequence.num_in_flight` the plans that a sequence is in until they are read.
 
     Preemption is by recompute: pages and slot are given back, outputs are kept, and the sequence waits at the place its
     arrival gives it, ahead of all later ones. It comes back when no token of it is unread, and runs prompt and outputs
@@ -246,6 +218,8 @@ class Scheduler(abc.ABC):
             num_pages = 0 if seq.at_limit else self.pool.num_pages_for(seq.num_computed)
             assert len(seq.page_ids) >= num_pages, f"{seq} must hold {num_pages} pages"
             assert 0 <= seq.num_computed <= seq.num_tokens <= seq.max_total_tokens, f"counts of {seq}"
+            num_tokens = seq.prompt_len + len(seq.output_token_ids) + seq.num_pending
+            assert seq.num_tokens == num_tokens, f"{seq} counts {seq.num_tokens} tokens and has {num_tokens}"
 
     # Parts of a plan.
 
@@ -255,23 +229,39 @@ class Scheduler(abc.ABC):
         In a pipeline a plan takes its share of all decodes (a `num_stages`-th, rounded up), so that none is empty.
         Sequences whose last token is sampled give their pages back here: nothing will read them.
         """
-        ready, num_decoding = [], 0
-        for seq in self.running:
-            if seq.at_limit:
+        decodes, prefills, num_decoding, lookahead = [], [], 0, self.lookahead
+        for seq in self.running:  # each of them in every iteration: written out for speed, as in `_plan_decodes`
+            num_tokens = seq.num_tokens
+            if num_tokens >= seq.max_total_tokens:
                 self._release_pages(seq)
                 continue
-            num_decoding += seq.is_decoding
-            if seq.num_pending <= self.lookahead:
-                ready.append(seq)
-        decodes = [seq for seq in ready if seq.is_decoding]
-        return decodes[: -(-num_decoding // self.num_stages)], [seq for seq in ready if not seq.is_decoding]
+            if num_tokens - seq.num_computed == 1 and num_tokens > seq.prompt_len:
+                num_decoding += 1
+                if seq.num_pending <= lookahead and not seq.num_in_flight:
+                    decodes.append(seq)
+            elif seq.num_pending <= lookahead and not seq.num_in_flight:
+                prefills.append(seq)
+        if self.num_stages > 1:
+            del decodes[-(-num_decoding // self.num_stages) :]
+        return decodes, prefills
 
     def _plan_decodes(self, draft: Draft, decodes: list[Sequence]) -> None:
         """One token each. Short of pages, the latest is preempted, whatever it does: the oldest always gets through."""
-        for seq in decodes:  # one that lost its slot was preempted on the way
-            if seq.slot is not None and self._make_room(draft, seq, seq.num_computed + 1):
-                self._chunk(draft, seq, 1)
-                draft.num_decodes += 1
+        page_size, chunks, number, num_before = self.pool.page_size, draft.chunks, draft.number, len(draft.chunks)
+        new = tuple.__new__  # a NamedTuple's own is a call more
+        for seq in decodes:
+            start = seq.num_computed
+            if draft.preempted and seq.slot is None:  # on the way here
+                continue
+            if start % page_size == 0 and not self._make_room(draft, seq, start + 1):
+                continue
+            seq.num_computed = start + 1
+            seq.num_tokens += 1
+            seq.num_pending += 1
+            seq.draft_number = number
+            chunks.append(new(Chunk, (seq, start, 1, True)))
+        draft.num_decodes += len(chunks) - num_before
+        draft.num_tokens += len(chunks) - num_before
 
     def _plan_prompts(self, draft: Draft, prefills: list[Sequence]) -> None:
         """Prompts in progress, then the queue; nobody is admitted by a plan in which someone was short of pages."""
@@ -352,7 +342,8 @@ class Scheduler(abc.ABC):
         for seq in list(self.running):
             self._requeue(seq)
         for seq in self.waiting:
-            seq.num_pending = 0
+            seq.drop_pending()
+            seq.num_in_flight = 0
 
     def _preempt(self, draft: Draft, victim: Sequence) -> None:
         """Back to the queue, outputs kept, everything to be computed again. Unread tokens stay pending."""
@@ -379,7 +370,7 @@ class Scheduler(abc.ABC):
         The watermark is waived while nothing is held. A preempted sequence comes back only when all its tokens fit and
         all of them are known to the host, so that it does not lose its pages again half-way.
         """
-        if not self._free_slots or seq.num_pending:
+        if not self._free_slots or seq.num_pending or seq.num_in_flight:
             return False
         if self.reserves:
             return self.pool.num_pages_for(self.max_model_len) <= self.pool.num_available
@@ -404,6 +395,7 @@ class Scheduler(abc.ABC):
         assert seq.num_uncomputed >= 0, f"a chunk beyond the tokens of {seq}"
         samples = seq.num_uncomputed == 0
         if samples:
+            seq.num_tokens += 1
             seq.num_pending += 1
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = draft.now
@@ -418,8 +410,9 @@ class Scheduler(abc.ABC):
             self.waiting.insert(bisect.bisect(self.waiting, self.order(seq), key=self.order), seq)
 
     def _release_pages(self, seq: Sequence) -> None:
-        self.pool.free(seq.page_ids)
-        seq.page_ids = []
+        if seq.page_ids:
+            self.pool.free(seq.page_ids)
+            seq.page_ids = []
 
     def _release_slot(self, seq: Sequence) -> None:
         if seq.slot is not None:

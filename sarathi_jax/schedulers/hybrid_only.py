@@ -7,7 +7,8 @@ from typing import ClassVar, Unpack
 
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence
-from sarathi_jax.schedulers.base import Draft, Limits, SchedulerConfig
+from sarathi_jax.schedulers.base import Limits, SchedulerConfig
+from sarathi_jax.schedulers.draft import Draft
 from sarathi_jax.schedulers.sarathi import AblationConfig, SarathiScheduler
 
 

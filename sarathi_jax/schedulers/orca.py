@@ -8,7 +8,8 @@ from typing import ClassVar, Unpack
 
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import StepPlan
-from sarathi_jax.schedulers.base import Draft, Limits
+from sarathi_jax.schedulers.base import Limits
+from sarathi_jax.schedulers.draft import Draft
 from sarathi_jax.schedulers.whole_prompts import WholePromptConfig, WholePromptScheduler
 
 

@@ -10,14 +10,8 @@ from typing import ClassVar, Literal, Self, Unpack
 from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence, StepPlan
-from sarathi_jax.schedulers.base import (
-    Draft,
-    IterationCost,
-    Limits,
-    Scheduler,
-    SchedulerConfig,
-    resolve_token_budget,
-)
+from sarathi_jax.schedulers.base import IterationCost, Limits, Scheduler, SchedulerConfig, resolve_token_budget
+from sarathi_jax.schedulers.draft import Draft
 
 
 class SarathiScheduler(Scheduler):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sarathi_jax.request import StepPlan
-from sarathi_jax.schedulers.base import Draft
+from sarathi_jax.schedulers.draft import Draft
 from sarathi_jax.schedulers.whole_prompts import WholePromptConfig, WholePromptScheduler
 
 

@@ -9,7 +9,8 @@ from typing import ClassVar, Unpack
 from sarathi_jax.config import check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence
-from sarathi_jax.schedulers.base import Draft, Limits, Scheduler, SchedulerConfig
+from sarathi_jax.schedulers.base import Limits, Scheduler, SchedulerConfig
+from sarathi_jax.schedulers.draft import Draft
 
 
 class WholePromptScheduler(Scheduler):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sarathi_jax.attention import ragged_paged_attention
 
@@ -38,6 +40,54 @@ class Geometry:
     @property
     def max_len(self) -> int:
         return self.page_size * self.pages_per_seq
+
+
+class Setup(NamedTuple):
+    """What a backend is tested with where a test does not say otherwise."""
+
+    geometry: Geometry
+    dtype: np.dtype
+
+
+SETUPS = {
+    "xla": Setup(Geometry(), F32),
+    "pallas_gpu": Setup(Geometry(heads=6, head_size=64, page_size=32, pages_per_seq=24), BF16),
+    "pallas_tpu": Setup(Geometry(heads=6, head_size=128), F32),
+}
+KERNELS = [
+    pytest.param(
+        "pallas_gpu",
+        marks=[
+            pytest.mark.skipif(
+                tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12),
+                reason="Mosaic GPU kernels are interpreted on the CPU by jax >= 0.12 only",
+            ),
+            pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),  # NaN keys, masked afterwards
+        ],
+    ),
+    pytest.param("pallas_tpu"),
+]
+"""The Pallas kernels, run by JAX's interpreters: 1 to 3 s a batch, hence fewer of them."""
+
+
+def over(name: str, thorough: Iterable, sharp: Iterable = (), gpu: Iterable = ()):
+    """Parametrize `backend` and `name`: XLA with all of `thorough`, kernels with `sharp`, that of GPUs with `gpu`."""
+    cases = [pytest.param("xla", *_values(value), id=f"xla-{_label(value)}") for value in thorough]
+    for kernel in KERNELS:
+        [backend] = kernel.values
+        cases += [
+            pytest.param(backend, *_values(value), id=f"{backend}-{_label(value)}", marks=kernel.marks)
+            for value in (*sharp, *(gpu if backend == "pallas_gpu" else ()))
+        ]
+    return pytest.mark.parametrize(f"backend, {name}", cases)
+
+
+def _values(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _label(value) -> str:
+    return "-".join(map(str, _values(value)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,21 +150,24 @@ class Case:
 def make_case(
     lens: Sequence[tuple[int, int]],
     *,
-    geometry: Geometry = Geometry(),
+    backend: str = "xla",
+    geometry: Geometry | None = None,
     seed: int = 0,
     num_decodes: int | None = None,
     shared: Mapping[int, tuple[int, int]] | None = None,
-    dtype=F32,
+    dtype=None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Case:
     """A case of sequences (q_len, kv_len).
 
     Args:
+      backend: whose `SETUPS` give the geometry and dtype that are left out.
       num_decodes: by default the leading sequences of q_len 1.
       shared: sequence -> (an earlier sequence, how many of its first pages it has in common with it).
     """
-    g, rng = geometry, np.random.default_rng(seed)
+    g, rng = geometry or SETUPS[backend].geometry, np.random.default_rng(seed)
+    dtype = SETUPS[backend].dtype if dtype is None else dtype
     q_lens = [q_len for q_len, _ in lens]
     assert len(lens) <= g.seqs, (len(lens), g)
     assert sum(q_lens) <= g.tokens, (sum(q_lens), g)
@@ -153,7 +206,10 @@ def make_case(
 @functools.cache
 def compiled(backend: str, scale: float, window: int | None, soft_cap: float | None):
     """The call with its options bound, jitted (the reference is a host loop and is not)."""
-    fn = functools.partial(ragged_paged_attention, scale=scale, window=window, soft_cap=soft_cap, backend=backend)
+    fn = functools.partial(
+        ragged_paged_attention, scale=scale, window=window, soft_cap=soft_cap, backend=backend,
+        interpret=backend.startswith("pallas"),
+    )  # fmt: skip
     return fn if backend == "reference" else jax.jit(fn)
 
 

@@ -140,7 +140,7 @@ class Script:
 
 
 class ScriptedStep:
-    num_padding = 0
+    num_padding = collective_bytes = 0
 
     def __init__(self, script: Script, plan: StepPlan) -> None:
         self.script, self.chunks = script, plan.chunks

@@ -38,7 +38,7 @@ def llm(folder) -> sj.LLM:
         scheduler=sj.Sarathi(token_budget=32, max_num_seqs=8),
         cache=sj.CacheConfig(num_pages=40),
         dtype="float32",
-        max_model_len=192,
+        max_model_len=320,
         compile_cache=False,
         progress=False,
     )
@@ -184,7 +184,7 @@ def test_outputs_of_the_engine_s_own_user_wait_for_them(llm):
 
 def test_a_text_far_too_long_is_refused_before_it_is_tokenised(llm, monkeypatch):
     monkeypatch.setattr(type(llm.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenised"))
-    with pytest.raises(ValueError, match=r"10000000 characters, more than max_model_len=192"):
+    with pytest.raises(ValueError, match=r"10000000 characters, more than max_model_len=320"):
         llm.generate("x" * 10_000_000)
 
 
@@ -203,3 +203,11 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenised(llm, monkeypatch)
 def test_a_misspelt_option_or_no_prompt_is_refused(llm, call):
     with pytest.raises(ValueError, match=r"temperatur|bogus|None|3|\[\]"):
         call(llm)
+
+
+def test_a_model_is_loaded_in_int8_if_wanted(folder):
+    options = {"max_model_len": 64, "warm_up": False, "progress": False, "cache": sj.CacheConfig(num_pages=8)}
+    plain, rounded = (sj.Engine.load(folder, quantization=q, **options) for q in (None, "int8"))
+    kinds = [{leaf.dtype.name for leaf in engine.runner.weights} for engine in (plain, rounded)]
+    assert "int8" not in kinds[0]
+    assert "int8" in kinds[1]

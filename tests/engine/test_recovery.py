@@ -77,8 +77,8 @@ def test_the_same_tokens_come_after_a_fault(engine_and_answers, monkeypatch, whe
         if i != step:
             return
         if where == "plan":  # after it has committed pages and tokens
-            chunk = engine.scheduler._chunk
-            monkeypatch.setattr(engine.scheduler, "_chunk", lambda *args: (chunk(*args), fault()))
+            plan_prompts = engine.scheduler._plan_prompts
+            monkeypatch.setattr(engine.scheduler, "_plan_prompts", lambda *args: (plan_prompts(*args), fault()))
         elif where == "execute":
             monkeypatch.setattr(engine.runner.builder, "build", fault)
         elif where == "read":

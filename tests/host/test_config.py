@@ -34,20 +34,38 @@ def test_check_positive(value):
 def count(c):
     """Every weight on its own, from its shape."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    d, f = c.hidden_size, c.intermediate_size
-    layer = [d * q, d * kv, d * kv, q * d, d * f, d * f, f * d, d, d]
-    layer += [q, kv, kv] if c.qkv_bias else []
-    layer += [d] if c.o_bias else []
-    layer += [f, f, d] if c.mlp_bias else []
-    layer += [c.head_dim, c.head_dim] if c.qk_norm else []
-    return c.num_layers * sum(layer) + d + c.vocab_size * d + (0 if c.tie_embeddings else c.vocab_size * d)
+    d, f, e = c.hidden_size, c.intermediate_size, c.expert_size
+    norm = [d] if c.norm == "rms" else [d, d]
+    total = sum(norm) + c.vocab_size * d + (0 if c.tie_embeddings else c.vocab_size * d)
+    total += c.max_position * d if c.positions == "learned" else 0
+    for layer in range(c.num_layers):
+        parts = [d * q, d * kv, d * kv, q * d, *norm]
+        parts += [] if c.block == "parallel_shared_norm" else norm
+        parts += norm + norm if c.post_norms else []
+        parts += [q, kv, kv] if c.qkv_bias else []
+        parts += [d] if c.o_bias else []
+        parts += [c.head_dim, c.head_dim] if c.qk_norm else []
+        if c.num_experts and c.moe_pattern[layer % len(c.moe_pattern)]:
+            parts += [d * c.num_experts] + [d * e, d * e, e * d] * c.num_experts
+        else:
+            parts += [d * f, f * d] + ([d * f] if c.gated_mlp else [])
+            parts += ([f, d] + ([f] if c.gated_mlp else [])) if c.mlp_bias else []
+        total += sum(parts)
+    return total
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 100}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         *[{}, {"tie_embeddings": False}, {"head_dim": 32}],
-        *[{name: True} for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")],
+        *[{name: True} for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "post_norms")],
+        *[{"norm": "layer", "block": block} for block in ("sequential", "parallel", "parallel_shared_norm")],
+        {"gated_mlp": False, "mlp_bias": True, "positions": "learned"},
+        EXPERTS,
+        EXPERTS | {"moe_pattern": (False, True, True)},
     ],
 )
 def test_num_params_is_the_sum_of_all_weights(changes):
@@ -62,13 +80,20 @@ def test_num_params_of_smollm2_135m():
 @pytest.mark.parametrize(
     ("field", "value"),
     [(name, 0) for name, value in SMOLLM2.items() if type(value) is int]
-    + [("num_layers", True), ("hidden_size", 576.0), ("num_kv_heads", 2), ("head_dim", 63), ("sliding_window", 0)]
     + [
-        (name, value)
-        for name in ("rms_norm_eps", "rope_theta")
-        for value in (0, -1.0, float("nan"), float("inf"), 10**400)
+        ("num_layers", True),
+        ("num_layers", 1001),
+        ("hidden_size", 576.0),
+        ("num_kv_heads", 2),
+        ("head_dim", 63),
+        ("sliding_window", 0),
     ]
-    + [("rope_theta", 1), ("rope_theta", 0.5)]
+    + [(name, value) for name in ("norm_eps", "rope_theta") for value in (0, -1.0, float("nan"), float("inf"), 10**400)]
+    + [("rope_theta", 1), ("rope_theta", 0.5), ("rotary_dim", 7), ("rotary_dim", 66), ("rotary_dim", 0)]
+    + [("norm_offset", -1.0), ("embed_scale", 0.0), ("query_scale", 0.0), ("qk_norm", 1), ("post_norms", None)]
+    + [(name, "other") for name in ("block", "norm", "positions", "hidden_act")]
+    + [(f"{name}_pattern", value) for name in ("rope", "window", "moe") for value in ((), [True], (1,))]
+    + [("window_pattern", (True, False)), ("local_rope_theta", 100.0)]  # without a window
     + [(name, value) for name in ("attention_soft_cap", "logit_soft_cap") for value in (0.0, -1.0, float("nan"))],
 )
 def test_a_bad_model_is_refused_by_field(field, value):
@@ -77,8 +102,8 @@ def test_a_bad_model_is_refused_by_field(field, value):
 
 
 def test_unknown_keys_raise():
-    with pytest.raises(TypeError, match="num_experts"):
-        model(num_experts=8)
+    with pytest.raises(TypeError, match="num_banks"):
+        model(num_banks=8)
 
 
 def test_configurations_are_frozen():
@@ -160,3 +185,44 @@ def test_unknown_rope_kind_lists_the_known():
 def test_a_bad_cache_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         CacheConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4}, "experts_per_token"),
+        (EXPERTS | {"experts_per_token": 5}, "experts_per_token <= num_experts"),
+        (EXPERTS | {"expert_size": 0}, "expert_size"),
+        (EXPERTS | {"mlp_bias": True}, "mlp_bias"),
+        ({"experts_per_token": 2}, "num_experts=0"),
+        ({"moe_pattern": (True, False)}, "num_experts=0"),
+        ({"post_norms": True, "block": "parallel"}, "post_norms"),
+        ({"positions": "learned", "rotary_dim": 8}, "positions='learned'"),
+        ({"positions": "learned", "rope_pattern": (True, False)}, "positions='learned'"),
+        ({"sliding_window": 8, "local_rope_theta": 1.0}, "local_rope_theta=1.0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        model(**changes)
+
+
+def test_patterns_repeat_over_the_layers():
+    c = model(num_layers=5, sliding_window=8, window_pattern=(True, False), rope_pattern=(True, True, False))
+    assert c.layer_windows == (8, None, 8, None, 8)
+    assert [kind.rope for kind in c.layer_kinds] == ["main", "main", None, "main", "main"]
+    c = model(num_layers=3, sliding_window=8, window_pattern=(True, False), local_rope_theta=100.0)
+    assert [kind.rope for kind in c.layer_kinds] == ["local", "main", "local"]
+    assert {kind.rope for kind in model(positions="learned").layer_kinds} == {None}
+
+
+def test_longrope_has_a_factor_for_each_frequency():
+    fields = {"kind": "longrope", "factor": 4.0, "original_max_position": 64}
+    factors = {"short_factors": (1.0,) * 32, "long_factors": (2.0,) * 32}
+    assert model(rope_scaling=RopeScaling(**fields, **factors)).head_dim == 64
+    with pytest.raises(ValueError, match="long_factors has 31 factors; 32"):
+        model(rope_scaling=RopeScaling(**fields, **factors | {"long_factors": (2.0,) * 31}))
+    with pytest.raises(ValueError, match="short_factors"):
+        RopeScaling(**fields)
+    with pytest.raises(ValueError, match="long_factors"):
+        RopeScaling(kind="linear", factor=2.0, long_factors=(1.0,))

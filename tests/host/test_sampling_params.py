@@ -179,14 +179,20 @@ def test_token_ids_across_prompt_and_outputs(start, stop, want):
 
 def test_counts_of_a_sequence():
     seq = make_sequence(num_computed=3)
+    assert seq.prompt_len == 5
     assert (seq.num_tokens, seq.num_uncomputed, seq.is_decoding, seq.at_limit) == (5, 2, False, False)
     seq.num_computed = 4
     assert not seq.is_decoding, "the last token of a prompt is no decode"
-    seq.num_computed, seq.num_pending = 5, 1
-    assert seq.is_decoding
-    seq.output_token_ids = [9, 9]
-    seq.num_computed = 7
+    seq = make_sequence(num_computed=5, num_pending=1)
+    assert (seq.num_tokens, seq.is_decoding, seq.at_limit) == (6, True, False)
+    seq = make_sequence(num_computed=7, num_pending=1, output_token_ids=[9, 9])
     assert (seq.num_tokens, seq.is_decoding, seq.at_limit) == (8, True, True)
+    seq.output_token_ids.append(9)
+    seq.num_pending -= 1
+    assert seq.num_tokens == 8, "reading a token adds none"
+    seq = make_sequence(num_pending=2, output_token_ids=[9])
+    seq.drop_pending()
+    assert (seq.num_tokens, seq.num_pending) == (6, 0)
 
 
 def test_sequences_are_told_apart_by_identity():

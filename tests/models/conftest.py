@@ -33,10 +33,20 @@ class Forced:
 
 
 class TeacherForcing:
-    """Runs sequences side by side, a chunk of each in every step, through scattered pages of a pool full of NaN."""
+    """Runs sequences side by side, a chunk of each in every step, through scattered pages of a pool full of NaN.
+
+    `optimise` False compiles faster: for small models.
+    """
 
     def __init__(
-        self, model: Decoder, *, row_counts: tuple[int, ...], max_len: int, num_seqs: int = 4, page_size: int = 8
+        self,
+        model: Decoder,
+        *,
+        row_counts: tuple[int, ...],
+        max_len: int,
+        num_seqs: int = 4,
+        page_size: int = 8,
+        optimise: bool = True,
     ):
         max_pages = -(-max_len // page_size)
         self.model = model
@@ -46,8 +56,9 @@ class TeacherForcing:
         )  # fmt: skip
         weights = {name: param[...] for name, param in model.weights.items()}
         rebuild = lambda weights: Decoder(model.config, weights, attention=model.attention)
-        run = jax.jit(lambda weights, rows, kv: rebuild(weights)(rows, kv), donate_argnums=2)
-        logits = jax.jit(lambda weights, hidden: rebuild(weights).logits(hidden))
+        options = None if optimise else {"xla_backend_optimization_level": 0}
+        run = jax.jit(lambda weights, rows, kv: rebuild(weights)(rows, kv), donate_argnums=2, compiler_options=options)
+        logits = jax.jit(lambda weights, hidden: rebuild(weights).logits(hidden), compiler_options=options)
         self._run = lambda rows, kv: run(weights, rows, kv)
         self._logits = lambda hidden: logits(weights, hidden)
 

@@ -162,7 +162,7 @@ def test_config_of_a_llama_file(tmp_path):
     assert config.architecture == "LlamaForCausalLM"
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (VOCAB, HIDDEN, FFN)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert (config.max_position, config.rms_norm_eps, config.rope_theta) == (512, 1e-5, 10000.0)
+    assert (config.max_position, config.norm_eps, config.rope_theta) == (512, 1e-5, 10000.0)
     assert config.rope_scaling == RopeScaling()
     assert not any((config.tie_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
     assert config.sliding_window is None

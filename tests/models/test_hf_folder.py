@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -180,11 +179,11 @@ def test_a_folder_of_another_kind_is_told_which_kinds_there_are(tmp_path):
 
 
 def test_more_layers_than_tensors_are_refused_before_they_are_counted_out(tmp_path):
-    checkpoint = open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=10**8))
-    before = time.perf_counter()
-    with pytest.raises(ValueError, match="the config has 100000000 layers and the checkpoint 4 tensors"):
+    checkpoint = open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=1000))
+    with pytest.raises(ValueError, match="the config has 1000 layers and the checkpoint 4 tensors"):
         load_weights(checkpoint, jnp.dtype(np.float32))
-    assert time.perf_counter() - before < 5, "a billion names take minutes and the machine's memory"
+    with pytest.raises(ValueError, match="num_hidden_layers=100000000 must be from 1 to 1000"):
+        open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=10**8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", np.float32, jnp.float32, jnp.dtype(jnp.float32)])
