@@ -21,7 +21,7 @@ def test_an_engine_generates_what_transformers_does(name, assert_idle):
     golden = np.load(TINY / name / "golden.npz")
     checkpoint = open_checkpoint(TINY / name)
     model = Decoder(checkpoint.config, load_weights(checkpoint, "float32"))
-    engine = sj.Engine(model, None, scheduler=sj.Sarathi(token_budget=48, max_num_seqs=2), max_model_len=320)
+    engine = sj.Engine(model, None, scheduler=sj.Sarathi(token_budget=32, max_num_seqs=2), max_model_len=320)
     llm = sj.LLM(engine)
     params = sj.SamplingParams(temperature=0, max_tokens=len(golden["greedy_ids"]), ignore_eos=True)
     prompts = [golden["prompt_ids"], golden["prompt_ids"][:5]]
