@@ -250,12 +250,6 @@ class Engine:
         """Programs compiled so far; after `warm_up` it never changes."""
         return self.runner.num_compiled
 
-    @property
-    def num_tokens_left(self) -> int:
-        """Tokens that its sequences have still to run, those to come included."""
-        alive = (*self.scheduler.running, *self.scheduler.waiting)
-        return sum(seq.max_total_tokens - seq.num_computed for seq in alive)
-
     def add_request(
         self,
         request_id: str,
@@ -282,7 +276,7 @@ class Engine:
         seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
         for index in range(params.n):
             seq = Sequence(request, self._next_seq_id + index, index=index, seed=seed)
-            seq.max_total_tokens = self._max_total_tokens(seq.prompt_len, params.max_tokens)
+            seq.max_total_tokens = self.scheduler.max_total_tokens(seq.prompt_len, params.max_tokens)
             live.generations.append(Generation(seq, self.tokenizer))
         for generation in live.generations:
             self.scheduler.add(generation.seq)  # may refuse, the first or none: all are alike
@@ -413,12 +407,6 @@ class Engine:
         if self._live:
             raise ValueError(f"{what} needs an idle engine; {len(self._live)} requests have not ended")
         self.drain()
-
-    def _max_total_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        if max_tokens is None:
-            room = self.pool.num_pages * self.pool.page_size + 1  # the last token needs no page
-            return max(min(self.max_model_len, room), prompt_len + 1)
-        return min(self.max_model_len, prompt_len + max_tokens)
 
     def _update(self, flight: Flight, step: ReadStep, now: float) -> list[RequestOutput]:
         """Tokens to their sequences, ends found and pages released, one output for each request that changed."""

@@ -89,7 +89,7 @@ class Replicas:
         """As `Engine.add_request`."""
         if request_id in self._homes:
             raise ValueError(f"request_id={request_id!r} is in use by a request that has not ended; choose another")
-        engine = min(self.engines, key=lambda engine: engine.num_tokens_left)
+        engine = min(self.engines, key=lambda engine: engine.scheduler.num_tokens_left)
         engine.add_request(
             request_id, prompt, prompt_token_ids=prompt_token_ids, params=params, arrival_time=arrival_time,
             priority=priority,

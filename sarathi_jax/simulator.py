@@ -162,9 +162,7 @@ class Simulator:
         )
         replica = self._route()
         seq = SimulatedSequence(request, self._next_seq_id, replica=replica)
-        room = replica.pool.num_pages * replica.pool.page_size + 1  # the last token needs no page
-        asked = room if params.max_tokens is None else seq.prompt_len + params.max_tokens
-        seq.max_total_tokens = max(min(self.max_model_len, asked), seq.prompt_len + 1)
+        seq.max_total_tokens = replica.scheduler.max_total_tokens(seq.prompt_len, params.max_tokens)
         seq.num_outputs = seq.max_total_tokens - seq.prompt_len
         if self._replay is not None:
             seq.num_outputs = self._replay.output_len(request_id, seq.num_outputs)
@@ -226,7 +224,7 @@ class Simulator:
     def _route(self) -> Replica:
         if self._routing == "round_robin" or len(self._replicas) == 1:
             return self._replicas[self._next_seq_id % len(self._replicas)]
-        return min(self._replicas, key=lambda replica: replica.num_tokens_left)
+        return min(self._replicas, key=lambda replica: replica.scheduler.num_tokens_left)
 
     def _push_plan(self, replica: Replica) -> None:
         """Have the replica plan, as soon as it may."""

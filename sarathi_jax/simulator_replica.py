@@ -84,12 +84,6 @@ class Replica:
         self._free_s = [-math.inf] * self.num_stages  # when each stage will be
         self._host_free_s = -math.inf
 
-    @property
-    def num_tokens_left(self) -> int:
-        """Tokens that its sequences have still to run, those to come included."""
-        alive = (*self.scheduler.running, *self.scheduler.waiting)
-        return sum([seq.max_total_tokens - seq.num_computed for seq in alive])
-
     def next_plan_s(self, now_s: float) -> float:
         """When it plans next, `now_s` at the earliest: once its host is free, in a pipeline once a stage will be."""
         if self._cost is None:

@@ -163,6 +163,18 @@ class Scheduler(abc.ABC):
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that its sequences have still to run, those to come included."""
+        return sum([seq.max_total_tokens - seq.num_computed for seq in (*self.running, *self.waiting)])
+
+    def max_total_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        """Tokens of prompt and output that a sequence may have here: what was asked for, or all that pool and model
+        hold."""
+        room = self.pool.num_pages * self.pool.page_size + 1  # the last token needs no page
+        asked = room if max_tokens is None else prompt_len + max_tokens
+        return max(min(self.max_model_len, asked), prompt_len + 1)
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its arrival. ValueError, with the numbers and the knob, for one that can never run.
 
