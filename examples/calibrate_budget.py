@@ -66,7 +66,7 @@ def main(_) -> None:
     chosen = budget.choose_budget(
         model, tbt_slo_s=_SLO.value, max_num_seqs=_MAX_NUM_SEQS.value, context=_CONTEXT.value, tile=tile
     )
-    print(f"token budget {chosen}: the largest multiple of {tile} that holds {1e3 * _SLO.value:.0f} ms")
+    print(f"token budget {chosen}: the largest multiple of {tile} that holds {1e3 * _SLO.value:.0f} ms, less 10 %")
     out = Path(_OUT.value)
     draw(out, model, to_fit + held_out, chosen, tile)
     model.save(out.with_suffix(".json"))

@@ -54,12 +54,11 @@ def main(_) -> None:
     plan = profiler.make_plan(engine.runner, budget.Iteration((max_len // 2,) * n, ()))
     decode_s = float(np.median([profiler.time_plan(engine.runner, plan).wall_s for _ in range(15)]))
     slo, tile = capacity.Slo(tbt_p99_s=_SLO.value or round(5 * decode_s, 3)), device.tile()
-    model = engine.time_model()
+    model = engine.time_model(max_tokens=2 * max_len)  # two of the longest prompts at once
     tokens = budget.choose_budget(model, tbt_slo_s=slo.tbt_p99_s, max_num_seqs=n, context=max_len // 2, tile=tile)
     print(f"decode iteration {1e3 * decode_s:.1f} ms, {slo}, token budget {tokens} ({model.median_error=:.1%})")
     options = {"num_requests": _NUM_REQUESTS.value, "lengths": OPENCHAT_SHAREGPT4, "seed": (seed := _SEED.value)}
-    requests = workload.make_workload(arrivals=workload.Poisson(rate=1.0), **options).scaled(_SCALE.value)
-    found, trials_path = {}, out.with_suffix(".trials.jsonl")
+    requests, found = workload.make_workload(arrivals=workload.Poisson(rate=1.0), **options).scaled(_SCALE.value), {}
     for name in _POLICIES.value:
         policy = make_policy(name, token_budget=tokens, max_num_seqs=n)
         engine.set_scheduler(policy)
@@ -68,7 +67,8 @@ def main(_) -> None:
             pages, ahead, key["model"] = engine.pool.num_pages, engine.scheduler.lookahead, model
             server = sj.Simulator(policy, model, num_pages=pages, max_model_len=max_len, lookahead=ahead, tile=tile)
         trial = capacity.open_loop_trial(server, requests, slo, num_warm_up=4, seed=seed)
-        search = {"start_rate": 1.0, "tolerance": _TOLERANCE.value, "results_path": trials_path}
+        trial = trial if _SIMULATE.value else capacity.undisturbed(trial, model)
+        search = {"start_rate": 1.0, "tolerance": _TOLERANCE.value, "results_path": out.with_suffix(".trials.jsonl")}
         found[name] = capacity.find_capacity(trial, slo, key=capacity.config_key(**key, seed=seed), **search)
         print(f"{name}\n{found[name].to_table()}", flush=True)
         draw(out, found, slo)

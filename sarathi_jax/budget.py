@@ -110,8 +110,8 @@ def profile_plan(
 ) -> tuple[list[Iteration], list[Iteration]]:
     """Iterations to time: those to fit to, and hybrid ones to hold out.
 
-    Every shape filled by one fresh chunk (and by decodes where they can fill it), small and full decode batches of
-    growing context, chunks of growing start, and random hybrids.
+    Every shape filled by fresh chunks, one where a sequence is that long (and by decodes where they can fill it), small
+    and full decode batches of growing context, chunks of growing start, and random hybrids.
     """
     longest = max(max_model_len - 1, 2)
     contexts = sorted({max(longest >> i, 1) for i in range(5)})
@@ -120,6 +120,9 @@ def profile_plan(
         if rows <= longest:
             fit.append(Iteration((), ((0, rows),)))
             fit += [Iteration((), ((start, rows),)) for start in contexts if start + rows <= max_model_len]
+        elif (count := -(-rows // longest)) <= max_num_seqs:
+            size = -(-rows // count)
+            fit.append(Iteration((), tuple((0, min(size, rows - row)) for row in range(0, rows, size))))
         if rows <= max_num_seqs:
             fit += [Iteration((context,) * rows, ()) for context in (1, *contexts)]
     few = sorted({1, min(3, max_num_seqs), max_num_seqs})
@@ -216,16 +219,25 @@ def _nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def choose_budget(
-    model: TimeModel, *, tbt_slo_s: float, max_num_seqs: int, context: int, tile: int, max_budget: int | None = None
+    model: TimeModel,
+    *,
+    tbt_slo_s: float,
+    max_num_seqs: int,
+    context: int,
+    tile: int,
+    max_budget: int | None = None,
+    margin: float = 0.1,
 ) -> int:
     """The largest multiple of `tile` whose iteration, with all `max_num_seqs` decoding, is predicted within the SLO.
 
-    Decodes and the chunk stand at `context`. Only budgets that leave prompts at least a tile are considered.
+    Decodes and the chunk stand at `context`. Only budgets that leave prompts at least a tile are considered. `margin`:
+    the share of the SLO that stays free, as the model predicts the middle of what iterations take, not their tail.
 
     Raises:
       ValueError: not even the smallest such budget fits; the message has the predicted floor.
     """
     check_number("tbt_slo_s", tbt_slo_s, 1e-9, 1e9, "seconds, > 0")
+    check_number("margin", margin, 0.0, 0.9, "a share of the SLO: 0 <= margin <= 0.9")
     check_positive("context", context)
     largest = max_budget or model.shapes[-1]
     smallest = round_up(max_num_seqs + 1, tile)
@@ -233,11 +245,12 @@ def choose_budget(
     def seconds(budget: int) -> float:
         return model([context] * max_num_seqs, [(context, budget - max_num_seqs)])
 
-    fitting = [b for b in range(smallest, largest + 1, tile) if seconds(b) <= tbt_slo_s]
+    fitting = [b for b in range(smallest, largest + 1, tile) if seconds(b) <= (1 - margin) * tbt_slo_s]
     if not fitting:
         raise ValueError(
-            f"no token budget holds tbt_slo_s={tbt_slo_s}: {max_num_seqs} decodes at {context} tokens and the smallest "
-            f"chunk ({smallest - max_num_seqs} tokens) are predicted to take {seconds(smallest):.4f} s, the decodes "
-            f"alone {model([context] * max_num_seqs, []):.4f} s; raise tbt_slo_s or lower max_num_seqs"
+            f"no token budget holds tbt_slo_s={tbt_slo_s} with a margin of {margin:.0%}: {max_num_seqs} decodes at "
+            f"{context} tokens and the smallest chunk ({smallest - max_num_seqs} tokens) are predicted to take "
+            f"{seconds(smallest):.4f} s, the decodes alone {model([context] * max_num_seqs, []):.4f} s; raise tbt_slo_s "
+            f"or lower max_num_seqs"
         )
     return fitting[-1]

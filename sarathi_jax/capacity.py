@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.driver import Items, Progress, Server, run_open_loop
 from sarathi_jax.metrics import Report
+from sarathi_jax.outputs import StepStats
 
 _HALVINGS = 6
 
@@ -167,6 +168,37 @@ def open_loop_trial(server: Server, workload: ScalableItems, slo: Slo, **options
     return lambda rate: run_open_loop(server, workload.with_rate(rate), stop_when=stop, **options)
 
 
+def undisturbed(
+    run_trial: Callable[[float], Report],
+    model: Callable[[list[int], list[tuple[int, int]]], float],
+    *,
+    slow: float = 1.5,
+    max_share: float = 0.05,
+    attempts: int = 4,
+) -> Callable[[float], Report]:
+    """Trials on a machine that others use too: a disturbed one runs again.
+
+    Disturbed: more than `max_share` of its iterations took over `slow` times what the machine's time model (of
+    `budget`) says. That looks at iterations, not at the verdict, so that it favours none. After `attempts` the least
+    disturbed counts.
+    """
+    check_positive("attempts", attempts)
+
+    def is_slow(step: StepStats) -> bool:
+        decodes = [chunk.start + 1 for chunk in step.chunks if chunk.num_tokens == 1]
+        chunks = [(chunk.start, chunk.num_tokens) for chunk in step.chunks if chunk.num_tokens > 1]
+        return step.wall_s > slow * model(decodes, chunks)
+
+    def run(rate: float) -> Report:
+        trials: list[tuple[float, Report]] = []
+        while not trials or (trials[-1][0] > max_share and len(trials) < attempts):
+            report = run_trial(rate)
+            trials.append((sum(map(is_slow, report.iterations)) / max(len(report.iterations), 1), report))
+        return min(trials, key=lambda trial: trial[0])[1]
+
+    return run
+
+
 def config_key(**parts: Any) -> str:
     """A short name for what trials depend on, alike for equal parts: configurations (dataclasses) and plain values.
 
@@ -208,6 +240,9 @@ def find_capacity(
     `min_rate`, by default `start_rate` / 64); then the interval is bisected. Trials must be alike but for the rate:
     the same requests, only their gaps scaled. `repeats` (odd) runs a rate until more than half of so many trials agree,
     against noise: one unlucky failure would otherwise keep all higher rates from being tried.
+
+    Start below capacity. A short trial far above it can pass: all its requests are waiting before many of them decode,
+    so that few gaps are long, and a delay that grows without bound has no time to grow.
 
     Every trial is appended to `results_path` (JSON lines) when it ends. Trials there of the same `key` (`config_key`),
     SLO and rate are not run again, so a search that was cut off goes on where it was. They count as `max_trials` do.

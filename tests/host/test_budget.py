@@ -70,17 +70,31 @@ def test_no_term_is_negative_whatever_the_noise():
 
 
 @pytest.mark.parametrize("slo", [0.06, 0.08, 0.1, 0.15])
-def test_the_budget_is_the_largest_that_holds_the_slo(slo):
-    budget = choose_budget(TRUE, tbt_slo_s=slo, max_num_seqs=16, context=256, tile=16)
+@pytest.mark.parametrize("margin", [0.0, 0.1, 0.3])
+def test_the_budget_is_the_largest_that_holds_the_slo_with_its_margin(slo, margin):
+    ask = {"tbt_slo_s": slo, "max_num_seqs": 16, "context": 256, "tile": 16, "margin": margin}
     seconds = lambda b: TRUE([256] * 16, [(256, b - 16)])
+    if seconds(32) > (1 - margin) * slo:
+        with pytest.raises(ValueError, match=f"with a margin of {margin:.0%}"):
+            choose_budget(TRUE, **ask)
+        return
+    budget = choose_budget(TRUE, **ask)
     assert budget % 16 == 0
-    assert seconds(budget) <= slo
-    assert budget == SHAPES[-1] or seconds(budget + 16) > slo
-    assert choose_budget(TRUE, tbt_slo_s=slo, max_num_seqs=16, context=256, tile=16, max_budget=48) <= 48
+    assert seconds(budget) <= (1 - margin) * slo
+    assert budget == SHAPES[-1] or seconds(budget + 16) > (1 - margin) * slo
+    assert choose_budget(TRUE, **ask, max_budget=48) <= 48
+
+
+@pytest.mark.parametrize("margin", [-0.1, 0.95, float("nan"), "0.1"])
+def test_a_bad_margin_is_refused(margin):
+    with pytest.raises(ValueError, match="margin="):
+        choose_budget(TRUE, tbt_slo_s=0.1, max_num_seqs=16, context=256, tile=16, margin=margin)
 
 
 def test_an_slo_below_the_floor_is_refused_with_the_floor():
-    with pytest.raises(ValueError, match=r"no token budget holds tbt_slo_s=0\.01: 16 decodes at 256.*take 0\.03"):
+    with pytest.raises(
+        ValueError, match=r"no token budget holds tbt_slo_s=0\.01 with a margin of 10%: 16 decodes at 256.*take 0\.03"
+    ):
         choose_budget(TRUE, tbt_slo_s=0.01, max_num_seqs=16, context=256, tile=16)
 
 

@@ -16,6 +16,7 @@ from sarathi_jax.capacity import (
     hopeless,
     judge,
     open_loop_trial,
+    undisturbed,
 )
 from sarathi_jax.driver import Progress, run_open_loop
 from sarathi_jax.metrics import Report
@@ -328,3 +329,37 @@ def test_table():
     assert lines[1].split() == ["1", "1", "1", "50", "100", "-", "holds"]
     assert "reached 10 of 16 requests/s" in lines[5]
     assert lines[-1].startswith("capacity 10 requests/s (P99 TBT <= 0.1 s, median delay <= 2 s)")
+
+
+# -------------------------------------------------------------------------------------------------------- disturbances
+
+
+def disturbed_trial(*shares):
+    """A trial whose n-th run takes twice as long in such a share of its iterations, and the rates it was run at."""
+    rates = []
+
+    def trial(rate):
+        share = shares[min(len(rates), len(shares) - 1)]
+        rates.append(rate)
+        server = FakeServer(lambda server: 2.0 if server.num_steps < 100 * share else 1.0)
+        return run_open_loop(server, Items([Item(0.0, num_decode_tokens=100)]), progress=False)
+
+    return trial, rates
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_runs", "counts"),
+    [((0.0,), 1, 0.0), ((0.04, 0.0), 1, 0.04), ((0.5, 0.3, 0.02, 0.0), 3, 0.02), ((0.4, 0.2, 0.3, 0.6, 0.0), 4, 0.2)],
+)
+def test_a_disturbed_trial_runs_again_and_the_least_disturbed_counts(shares, num_runs, counts):
+    trial, rates = disturbed_trial(*shares)
+    report = undisturbed(trial, lambda decodes, chunks: 1.0)(3.0)
+    assert rates == [3.0] * num_runs
+    assert sum(step.wall_s == 2.0 for step in report.iterations) == round(100 * counts)
+
+
+def test_what_an_iteration_should_take_is_asked_by_its_decodes_and_chunks():
+    asked = []
+    model = lambda decodes, chunks: asked.append((tuple(decodes), tuple(chunks))) or 9.0
+    undisturbed(disturbed_trial(0.0)[0], model)(1.0)
+    assert asked[:3] == [((), ((0, 4),)), ((5,), ()), ((6,), ())]

@@ -213,6 +213,15 @@ def test_the_artifacts_decodes_and_prefills():
 
 
 @needs_measurements
+@pytest.mark.parametrize("parity", [0, 1])
+def test_every_other_batch_of_the_artifact_predicts_those_between(parity):
+    decodes, prefills = figure_2()
+    fitted = fit_iterations(artifact_cost(), [*decodes[parity::2], *prefills[parity::2]])
+    assert batch_error(fitted, decodes[1 - parity :: 2]) < 0.15
+    assert batch_error(fitted, prefills[1 - parity :: 2]) < 0.15
+
+
+@needs_measurements
 @pytest.mark.parametrize("efficiency", [None, OSDI_ARTIFACT])
 def test_the_artifacts_hybrid_batch_takes_as_long_as_the_prefill(efficiency):
     """1021 tokens of a prompt and 3 decodes against 1024 of a prompt: 217.6 and 217.2 ms."""
