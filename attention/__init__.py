@@ -3,10 +3,19 @@
 from sarathi_jax.attention.api import (
     Backend,
     Schedule,
+    pool_head_size,
     ragged_paged_attention,
     schedule_attention,
     select_backend,
     write_kv,
 )
 
-__all__ = ["Backend", "Schedule", "ragged_paged_attention", "schedule_attention", "select_backend", "write_kv"]
+__all__ = [
+    "Backend",
+    "Schedule",
+    "pool_head_size",
+    "ragged_paged_attention",
+    "schedule_attention",
+    "select_backend",
+    "write_kv",
+]

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from sarathi_jax.arrays import AnyArray, AnyScalar
 from sarathi_jax.attention import pallas_gpu, pallas_tpu, reference, xla
-from sarathi_jax.attention.work import Schedule
+from sarathi_jax.attention.work import Schedule, round_up
 
 Backend = Literal["xla", "pallas_gpu", "pallas_tpu", "reference"]
 AttentionFn = Callable[..., Float[Array, "T H D"]]
@@ -47,10 +47,19 @@ def select_backend(name: str | None = None) -> Backend:
     return name  # type: ignore[return-value]
 
 
+def pool_head_size(head_size: int) -> int:
+    """Numbers that a pool should have for a head of keys or values, on the device at hand.
+
+    On a TPU a multiple of 128, whatever the backend: attention reads rows of so many there, and for a pool of narrower
+    ones, which the compiler stores compactly with pages innermost, it would copy all of it to such rows in every step.
+    """
+    return round_up(head_size, pallas_tpu.LANES) if pallas_tpu.unsupported_device() is None else head_size
+
+
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "P K B D"],
-    v_pages: Float[Array, "P K B D"],
+    k_pages: Float[Array, "P K B E"],
+    v_pages: Float[Array, "P K B E"],
     kv_lens: Int32[AnyArray, " S"],
     page_table: Int32[AnyArray, "S N"],
     cu_q_lens: Int32[AnyArray, " S+1"],
@@ -68,9 +77,11 @@ def ragged_paged_attention(
 
     Args:
       q: queries of all sequences, rows past `cu_q_lens[num_seqs]` are padding (their result is unspecified).
-      k_pages, v_pages: the pool with this step's keys and values; slots that no sequence reaches may hold anything.
+      k_pages, v_pages: the pool with this step's keys and values; slots that no query sees may hold anything. E is D,
+        or D padded by zeros to a multiple of 128 (see `pool_head_size`).
       kv_lens: keys of each sequence, this step's included; rows past `num_seqs` are ignored.
-      page_table: pages of each sequence in order; entries past `ceil(kv_len / B)` are ignored but must be valid ids.
+      page_table: pages of each sequence in order; entries of pages that no query sees, past its end or before its
+        window, are ignored but must be valid ids.
       cu_q_lens: prefix sums of the query lengths; every sequence below `num_seqs` has q_len >= 1, later entries repeat
         the total.
       num_seqs: sequences there are.
@@ -92,11 +103,13 @@ def ragged_paged_attention(
         the table is NumPy's (on a device they cannot be looked at).
     """
     _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap)
+    head_size = q.shape[2]
+    q = _pad_heads(q, k_pages)
     serving = _serving(backend, q, k_pages, interpret)
     attend = functools.partial(_BACKENDS[serving], scale=scale, window=window, soft_cap=soft_cap)
     if serving in _PALLAS:
         attend = functools.partial(attend, interpret=interpret, schedule=schedule)
-    return attend(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, num_seqs, num_decodes)
+    return attend(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, num_seqs, num_decodes)[..., :head_size]
 
 
 def schedule_attention(
@@ -113,6 +126,7 @@ def schedule_attention(
 ) -> Schedule | None:
     """What `ragged_paged_attention` derives from the lengths, for all layers of a step that share a window; None where
     the backend derives nothing. Of `q` and `k_pages` only shape and dtype count."""
+    q = jax.ShapeDtypeStruct((*q.shape[:2], k_pages.shape[3]), q.dtype)
     serving = _serving(backend, q, k_pages, interpret)
     if serving not in _PALLAS:
         return None
@@ -140,14 +154,15 @@ def _warn_once(message: str) -> None:
 
 
 def write_kv(
-    k_pages: Float[Array, "P K B D"],
-    v_pages: Float[Array, "P K B D"],
+    k_pages: Float[Array, "P K B E"],
+    v_pages: Float[Array, "P K B E"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     page_ids: Int32[AnyArray, " T"],
     offsets: Int32[AnyArray, " T"],
-) -> tuple[Float[Array, "P K B D"], Float[Array, "P K B D"]]:
+) -> tuple[Float[Array, "P K B E"], Float[Array, "P K B E"]]:
     """The pools with token t's keys and values at slot `offsets[t]` of page `page_ids[t]`; padding names a sink page.
+    Heads are padded by zeros to the pool's.
 
     Ids must be valid (the host checks): XLA would clamp a wrong one into somebody else's page. In place when the pools
     are donated or a loop's carry.
@@ -157,9 +172,16 @@ def write_kv(
 
     def put(pages, x):
         flat = pages.reshape(-1, pages.shape[3])
-        return flat.at[rows].set(x.astype(pages.dtype), mode="promise_in_bounds").reshape(pages.shape)
+        x = _pad_heads(x, pages).astype(pages.dtype)
+        return flat.at[rows].set(x, mode="promise_in_bounds").reshape(pages.shape)
 
     return put(k_pages, k), put(v_pages, v)
+
+
+def _pad_heads(x, pages):
+    """Zeros after the heads of x [T, N, D], up to the pool's."""
+    missing = pages.shape[3] - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing))) if missing else x
 
 
 def _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap) -> None:
@@ -167,8 +189,8 @@ def _check(q, k_pages, v_pages, kv_lens, page_table, cu_q_lens, window, soft_cap
         raise ValueError(
             f"need q [T, H, D] and k, v pages [P, K, B, D]; got {q.shape=} {k_pages.shape=} {v_pages.shape=}"
         )
-    (_, h, d), (_, k, _, d_kv) = q.shape, k_pages.shape
-    if d != d_kv or h % k:
+    (_, h, d), (_, k, _, pool_d) = q.shape, k_pages.shape
+    if pool_d not in (d, round_up(d, pallas_tpu.LANES)) or h % k:
         raise ValueError(f"head size must agree and H be a multiple of K; got {q.shape=} {k_pages.shape=}")
     if q.shape[0] == 0:
         raise ValueError(f"a batch needs at least one query row; got {q.shape=}")

@@ -3,7 +3,8 @@
 A persistent block on every multiprocessor takes items (see `work`) in turn, each for one KV head. One warpgroup fetches
 key blocks, page by page through the page table, by TMA into a ring of shared-memory stages, and runs ahead over item
 ends; two warpgroups compute with wgmma and a running softmax (FlashAttention-3, Shah et al. 2024, section 3.1). The
-query heads of a KV head are rows of one tile, so that keys and values are read once for all of them.
+query heads of a KV head, up to 64, are rows of one tile, so that keys and values are read once for all of them; more
+are cut into parts that the kernel takes for KV heads of their own.
 
 - A chunk's item is a tile of 128 rows: each computing warpgroup has 64 and walks all blocks.
 - A decode's item has a group of rows and a range of its blocks, even ones for the first warpgroup and odd ones for the
@@ -26,10 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sarathi_jax.attention import work
-from sarathi_jax.attention.work import ceil_div, round_up
+from sarathi_jax.attention.work import NEG, ceil_div, round_up
 
 LOG2_E = math.log2(math.e)
-_NEG = -1e30  # finite: see xla.py
 ROWS = 64  # of a warpgroup's wgmma
 ALIGN = 8  # rows of a shared-memory tile: a copy begins and ends at multiples of it
 SMEM_BYTES = 227 * 1024
@@ -62,10 +62,19 @@ class Blocks:
         """Rows of a chunk's tile."""
         return self.warpgroups * ROWS
 
-    def tile_queries(self, groups: int) -> int:
-        """Queries of a chunk's tile: their rows fit it and end at a multiple of ALIGN."""
-        step = ALIGN // math.gcd(groups, ALIGN)
-        return self.tile_rows // groups // step * step
+    def tile_queries(self, size: int) -> int:
+        """Queries, of `size` rows each, of a chunk's tile: their rows fit it and end at a multiple of ALIGN."""
+        step = ALIGN // math.gcd(size, ALIGN)
+        return self.tile_rows // size // step * step
+
+    def parts(self, groups: int) -> tuple[int, int]:
+        """How many parts the query heads of a KV head are cut into, and the rows of a query in each.
+
+        As few parts as the rows of a decode's wgmma allow. Some rows stay empty where chunk tiles hold more queries so.
+        """
+        parts = ceil_div(groups, ROWS)
+        fewest = ceil_div(groups, parts)
+        return parts, max(range(fewest, round_up(fewest, ALIGN) + 1), key=self.tile_queries)
 
 
 def default_blocks(tokens: int, kv_heads: int, groups: int, head_size: int, multiprocessors: int) -> Blocks:
@@ -82,25 +91,27 @@ def default_blocks(tokens: int, kv_heads: int, groups: int, head_size: int, mult
         keys=keys,
         stages=min(4, (SMEM_BYTES - tiles - SMEM_RESERVE) // stage),
         num_blocks=multiprocessors,
-        decode_units=ceil_div(2 * multiprocessors, kv_heads),
+        decode_units=1,
         chunk_splits=1,
     )
-    tile_items = ceil_div(tokens, blocks.tile_queries(groups)) * kv_heads
-    return dataclasses.replace(blocks, chunk_splits=max(1, min(8, multiprocessors // tile_items)))
+    parts, size = blocks.parts(groups)
+    tile_items = ceil_div(tokens, blocks.tile_queries(size)) * kv_heads * parts
+    return dataclasses.replace(
+        blocks,
+        decode_units=ceil_div(2 * multiprocessors, kv_heads * parts),
+        chunk_splits=max(1, min(8, multiprocessors // tile_items)),
+    )
 
 
 def unsupported(q, k_pages) -> str | None:
     """Why the kernel cannot serve these shapes, or None."""
-    (_, heads, head_size), (_, kv_heads, page_size, _) = q.shape, k_pages.shape
-    groups = heads // kv_heads
+    head_size, page_size = q.shape[2], k_pages.shape[2]
     if q.dtype != jnp.bfloat16:
         return f"it multiplies bfloat16, not {q.dtype.name}"
     if head_size not in HEAD_SIZES:
         return f"head size {head_size} is not one of {HEAD_SIZES}"
     if page_size not in (8, 16, 32, 64, 128, 256):
         return f"page size {page_size} is not a power of two from 8 to 256"
-    if groups > ROWS // 4:
-        return f"{groups} query heads to a KV head are more than {ROWS // 4}"
     return None
 
 
@@ -132,13 +143,14 @@ def make_schedule(
     blocks: Blocks | None = None,
 ) -> work.Schedule:  # fmt: skip
     """See `api.schedule_attention`."""
-    groups, blocks = q.shape[1] // k_pages.shape[1], blocks or _blocks(q, k_pages, interpret)
+    blocks = blocks or _blocks(q, k_pages, interpret)
+    _, size = blocks.parts(q.shape[1] // k_pages.shape[1])
     kv_lens, cu_q_lens = (jnp.asarray(x, jnp.int32) for x in (kv_lens, cu_q_lens))
-    packing = work.pack(cu_q_lens, num_seqs, tokens=q.shape[0], groups=groups, align=ALIGN, tile_rows=blocks.tile_rows)
+    packing = work.pack(cu_q_lens, num_seqs, tokens=q.shape[0], groups=size, align=ALIGN, tile_rows=blocks.tile_rows)
     items = work.make_items(
-        kv_lens, cu_q_lens, num_seqs, num_decodes, packing, groups=groups, block=blocks.keys,
-        tile_queries=blocks.tile_queries(groups), window=window, decode_units=blocks.decode_units,
-        decode_rows=blocks.warpgroups * round_up(groups, ALIGN), chunk_splits=blocks.chunk_splits,
+        kv_lens, cu_q_lens, num_seqs, num_decodes, packing, groups=size, block=blocks.keys,
+        tile_queries=blocks.tile_queries(size), window=window, decode_units=blocks.decode_units,
+        decode_rows=blocks.warpgroups * round_up(size, ALIGN), chunk_splits=blocks.chunk_splits,
     )  # fmt: skip
     return work.Schedule(packing, items)
 
@@ -151,66 +163,46 @@ def ragged_paged_attention(
 
     `interpret`: on any device, by JAX's interpreter of GPU kernels. `blocks`: those of `schedule`; None: the default.
     """
-    (tokens, heads, _), kv_heads = q.shape, k_pages.shape[1]
+    (tokens, heads, head_size), kv_heads = q.shape, k_pages.shape[1]
     groups, blocks = heads // kv_heads, blocks or _blocks(q, k_pages, interpret)
+    parts, size = blocks.parts(groups)
     packing, items = schedule or make_schedule(
         q, k_pages, kv_lens, cu_q_lens, num_seqs, num_decodes, window=window, interpret=interpret, blocks=blocks
     )
     page_table = jnp.asarray(page_table, jnp.int32)
-    decode_rows, warpgroups, live = round_up(groups, ALIGN), blocks.warpgroups, min(kv_lens.shape[0], tokens)
-    packed = work.pack_queries(q, packing, kv_heads)
+    decode_rows, warpgroups, live = round_up(size, ALIGN), blocks.warpgroups, min(kv_lens.shape[0], tokens)
+    padding = (0, 0), (0, 0), (0, parts * size - groups), (0, 0)
+    padded = jnp.pad(q.reshape(tokens, kv_heads, groups, head_size), padding).reshape(tokens, -1, head_size)
+    packed = work.pack_queries(padded, packing, kv_heads * parts)
     num_units, total_rows = items.owner.shape[0], packed.shape[1]
     chunk_rows = total_rows * blocks.chunk_splits
     rows, lse = _attend(
         packed, k_pages, v_pages, items.table, items.num_items[None], page_table,
         chunk_rows + num_units * warpgroups * decode_rows,
-        groups=groups, scale=scale, window=window, soft_cap=soft_cap, blocks=blocks, interpret=interpret,
+        groups=size, scale=scale, window=window, soft_cap=soft_cap, blocks=blocks, interpret=interpret,
     )  # fmt: skip
-    split = lambda x: x[:, :chunk_rows].reshape(kv_heads, blocks.chunk_splits, total_rows, *x.shape[2:])
-    chunks = work.unpack_rows(_merge_splits(split(rows), split(lse)), packing, groups)
-    units = lambda x: x[:, chunk_rows:].reshape(kv_heads, num_units, warpgroups, decode_rows, *x.shape[2:])
-    decodes = _merge_units(units(rows)[..., :groups, :], units(lse)[..., :groups], items.owner, live)
+    split = lambda x: x[:, :chunk_rows].reshape(len(packed), blocks.chunk_splits, total_rows, *x.shape[2:])
+    chunks = work.unpack_rows(work.merge_splits(split(rows), split(lse)), packing, size)
+    units = lambda x: x[:, chunk_rows:].reshape(len(packed), num_units, warpgroups, decode_rows, *x.shape[2:])
+    decodes = work.merge_units(units(rows)[..., :size, :], units(lse)[..., :size], items.owner, live)
     decodes = jnp.pad(decodes, ((0, tokens - live), (0, 0), (0, 0), (0, 0)))
     is_decode = jnp.arange(tokens) < num_decodes
-    return jnp.where(is_decode[:, None, None, None], decodes, chunks).reshape(q.shape)
-
-
-def _merge_splits(rows, lse):
-    """[K, C, R, D] and their log2 sums [K, C, R] -> [K, R, D]: the softmax over all C ranges."""
-    if rows.shape[1] == 1:
-        return rows[:, 0]
-    weights = jnp.exp2(lse - jnp.max(lse, axis=1, keepdims=True))
-    weights /= jnp.sum(weights, axis=1, keepdims=True)
-    return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(rows.dtype)
-
-
-def _merge_units(rows, lse, owner, seqs: int):
-    """[K, U, W, G, D], log2 sums [K, U, W, G] and the sequence of each unit -> [seqs, K, G, D].
-
-    A small matmul of weights [K, G, seqs, W U]: sums in one order, where a scatter's would vary from run to run.
-    """
-    used = owner < seqs
-    lse = jnp.where(used[None, :, None, None], lse, _NEG)
-    mine = owner[None] == jnp.arange(seqs, dtype=jnp.int32)[:, None]  # [seqs, U]
-    parts = jnp.moveaxis(lse, 3, 1)[:, :, None]  # [K, G, 1, U, W]
-    parts = jnp.where(mine[None, None, :, :, None], parts, _NEG)
-    weights = jnp.exp2(parts - jnp.max(parts, axis=(3, 4), keepdims=True))
-    weights = jnp.where(mine[None, None, :, :, None], weights, 0)
-    norm = jnp.maximum(jnp.sum(weights, axis=(3, 4)), 1e-30)  # [K, G, seqs]
-    parts = jnp.where(used[None, :, None, None, None], rows, 0).astype(jnp.float32)
-    merged = jnp.einsum("kgsup,kupgd->kgsd", weights, parts, precision=lax.Precision.HIGHEST) / norm[..., None]
-    return jnp.transpose(merged, (2, 0, 1, 3)).astype(rows.dtype)
+    out = jnp.where(is_decode[:, None, None, None], decodes, chunks).reshape(tokens, kv_heads, parts * size, head_size)
+    return out[:, :, :groups].reshape(q.shape)
 
 
 def _attend(
     packed, k_pages, v_pages, table, count, page_table, out_rows: int,
     *, groups, scale, window, soft_cap, blocks: Blocks, interpret: bool,
 ):  # fmt: skip
-    """Rows [K, out_rows, D] and their log2 sums of weights [K, out_rows], written where the items say."""
+    """Rows [K, out_rows, D] and their log2 sums of weights [K, out_rows], written where the items say.
+
+    K here is KV heads times parts of their query heads, `groups` the rows of a query in a part.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # here, as it takes long to import
 
-    kv_heads, _, head_size = packed.shape
-    page_size = k_pages.shape[2]
+    num_heads, _, head_size = packed.shape
+    parts, page_size = num_heads // k_pages.shape[1], k_pages.shape[2]
     warpgroups, keys, stages = blocks.warpgroups, blocks.keys, blocks.stages
     run = min(page_size, keys)  # keys of one copy
     row_layout, tile_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
@@ -221,14 +213,14 @@ def _attend(
         q_smem, lse_smem, k_smem, v_smem, q_ready, k_ready, v_ready, cleaned, consumed, *rest = scratch
         group = lax.axis_index("group")
         block = lax.axis_index("block")
-        # Items of this block: block, block + num_blocks, ...; each for all KV heads in turn.
-        num_items = lax.div(count_ref[0] * kv_heads - block + (blocks.num_blocks - 1), blocks.num_blocks)
+        # Items of this block: block, block + num_blocks, ...; each for all heads in turn.
+        num_items = lax.div(count_ref[0] * num_heads - block + (blocks.num_blocks - 1), blocks.num_blocks)
 
         def item(i):
-            """The columns of this block's i-th item, and its KV head."""
+            """The columns of this block's i-th item, and its head."""
             index = block + i * blocks.num_blocks
-            row = lax.div(index, kv_heads)
-            return [table_ref[row, column] for column in range(8)], lax.rem(index, kv_heads)
+            row = lax.div(index, num_heads)
+            return [table_ref[row, column] for column in range(8)], lax.rem(index, num_heads)
 
         def multiply(a, b, shape):
             def product(ref):
@@ -271,7 +263,7 @@ def _attend(
                         seen = column + at < limits
                         if window is not None:
                             seen &= column + at >= limits - window
-                        return jnp.where(seen, scores, _NEG)
+                        return jnp.where(seen, scores, NEG)
 
                     partly = at + keys > my_limit
                     if window is not None:
@@ -323,7 +315,7 @@ def _attend(
                     return step + 1, *softmax
 
                 start = (
-                    plgpu.layout_cast(jnp.full((ROWS,), _NEG, jnp.float32), row_layout),
+                    plgpu.layout_cast(jnp.full((ROWS,), NEG, jnp.float32), row_layout),
                     plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
                     plgpu.layout_cast(jnp.zeros((ROWS, head_size), jnp.float32), tile_layout),
                 )
@@ -358,6 +350,7 @@ def _attend(
 
             def fetch_item(i, step):
                 columns, head = item(i)
+                kv_head = lax.div(head, parts)
                 seq, last_limit, first_block, end_block = columns[0], columns[4], columns[5], columns[6]
 
                 def fetch_block(j, step):
@@ -376,7 +369,7 @@ def _attend(
                         for r, page in zip(range(0, keys, run), pages, strict=True):
                             here = smem.at[slot, pl.ds(r, run)]
                             offset = pl.multiple_of(lax.rem(at + r, page_size), ALIGN) if run < page_size else 0
-                            there = ref.at[page, head, pl.ds(offset, run)]
+                            there = ref.at[page, kv_head, pl.ds(offset, run)]
 
                             @pl.when(at + r < last_limit)
                             def _(here=here, there=there, ready=ready):
@@ -407,8 +400,8 @@ def _attend(
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((kv_heads, out_rows, head_size), packed.dtype),
-            jax.ShapeDtypeStruct((kv_heads, out_rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_heads, out_rows, head_size), packed.dtype),
+            jax.ShapeDtypeStruct((num_heads, out_rows), jnp.float32),
         ),
         scratch_types=[
             smem(warpgroups, ROWS, head_size),

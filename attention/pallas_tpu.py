@@ -8,6 +8,8 @@ costs a chunk's rows.
 The grid goes over items (see `work`): a tile of 128 rows of a chunk, or the rows of one decode. An item holds the rows
 of all KV heads, as a page lies whole in memory: one copy brings it for all of them. Key blocks are double-buffered;
 while the last one of an item is multiplied, the first block and the queries of the next item are fetched.
+
+Heads whose size is no multiple of 128 stand in a pool that is padded with zeros to one (`api.pool_head_size`).
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from sarathi_jax.attention import work
-from sarathi_jax.attention.work import round_up
+from sarathi_jax.attention.work import NEG, round_up
 
-_NEG = -1e30  # finite: see xla.py
 LANES = 128
 
 
@@ -186,7 +187,7 @@ def _attend(
             query_copies(item, wait)
             row = lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
             limits = limit + row // groups  # keys that each row sees
-            top_ref[:, :rows] = jnp.full((kv_heads, rows, LANES), _NEG, jnp.float32)
+            top_ref[:, :rows] = jnp.full((kv_heads, rows, LANES), NEG, jnp.float32)
             norm_ref[:, :rows] = jnp.zeros((kv_heads, rows, LANES), jnp.float32)
             acc_ref[:, :rows] = jnp.zeros((kv_heads, rows, head_size), jnp.float32)
 
@@ -224,7 +225,7 @@ def _attend(
                     ) * scale  # fmt: skip
                     if soft_cap is not None:
                         scores = soft_cap * jnp.tanh(scores / soft_cap)
-                    scores = jnp.where(seen, scores, _NEG)
+                    scores = jnp.where(seen, scores, NEG)
                     old = top_ref[head, :rows, :1]
                     top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
                     fade, weights = jnp.exp(old - top), jnp.exp(scores - top)

@@ -29,8 +29,9 @@ def ragged_paged_attention(
     for s in range(int(num_seqs)):
         start, stop, kv_len = int(cu_q_lens[s]), int(cu_q_lens[s + 1]), int(kv_lens[s])
         pages = page_table[s, : -(-kv_len // k_pages.shape[2])]
+        first = 0 if window is None else max(0, kv_len - (stop - start) + 1 - window)
         query = _padded(q[start:stop], _QUERY_STEP)
-        key, value = (_padded(_dense(x, pages, kv_len), _KEY_STEP) for x in (k_pages, v_pages))
+        key, value = (_padded(_dense(x, pages, first, kv_len), _KEY_STEP) for x in (k_pages, v_pages))
         position = kv_len - (stop - start) + np.arange(len(query))[:, None]
         mask = np.arange(len(key))[None] <= position
         if window is not None:
@@ -39,9 +40,11 @@ def ragged_paged_attention(
     return jnp.asarray(out, dtype)
 
 
-def _dense(pages, page_ids, kv_len):
-    """[P, K, B, D] -> [kv_len, K, D]."""
-    return np.swapaxes(pages[page_ids], 1, 2).reshape(-1, pages.shape[1], pages.shape[3])[:kv_len]
+def _dense(pages, page_ids, first, kv_len):
+    """[P, K, B, D] -> [kv_len, K, D], zeros before key `first`: nobody sees what is there, and 0 * NaN is NaN."""
+    dense = np.swapaxes(pages[page_ids], 1, 2).reshape(-1, pages.shape[1], pages.shape[3])[:kv_len]
+    dense[:first] = 0
+    return dense
 
 
 def _padded(x, step):

@@ -1,8 +1,9 @@
-"""What the Pallas kernels work on: packed queries, and items that pair a query tile with a range of key blocks.
+"""What the Pallas kernels work on: packed queries, and items that pair a query tile with a range of key blocks; and how
+results of ranges are merged.
 
-Both are functions of the lengths alone, the same for every layer with the same window. XLA leaves them in the layers'
-loop where they stand there (its code motion does not move what grows on the way, and comparing all with all does), a
-dozen small programs each time: hence `api.schedule_attention`.
+Packing and items are functions of the lengths alone, the same for every layer with the same window. XLA leaves them in
+the layers' loop where they stand there (its code motion does not move what grows on the way, and comparing all with all
+does), a dozen small programs each time: hence `api.schedule_attention`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
+
+NEG = -1e30
+"""The score of a key that is not seen, and the top of no keys; finite: see xla.py."""
+
+MIN_BLOCKS = 4
+"""A decode is not cut into ranges of fewer blocks: each costs a load of its query and a merge."""
 
 SEQ, Q_ROW, OUT_ROW, LIMIT, LAST_LIMIT, FIRST_BLOCK, END_BLOCK, IS_DECODE = range(8)
 """Columns of an item: its sequence; where its rows begin, packed and in the result; keys that its first query sees and
@@ -174,8 +182,31 @@ def make_items(
     return Items(jnp.where(is_decode[:, None], decodes[decode], chunks[chunk]), count, owner)
 
 
-MIN_BLOCKS = 4
-"""A decode is not cut into ranges of fewer blocks: each costs a load of its query and a merge."""
+def merge_splits(rows, lse):
+    """[K, C, R, D] and their log2 sums [K, C, R] -> [K, R, D]: the softmax over all C ranges."""
+    if rows.shape[1] == 1:
+        return rows[:, 0]
+    weights = jnp.exp2(lse - jnp.max(lse, axis=1, keepdims=True))
+    weights /= jnp.sum(weights, axis=1, keepdims=True)
+    return jnp.sum(rows.astype(jnp.float32) * weights[..., None], axis=1).astype(rows.dtype)
+
+
+def merge_units(rows, lse, owner, seqs: int):
+    """[K, U, W, G, D], log2 sums [K, U, W, G] and the sequence of each unit -> [seqs, K, G, D].
+
+    A small matmul of weights [K, G, seqs, W U]: sums in one order, where a scatter's would vary from run to run.
+    """
+    used = owner < seqs
+    lse = jnp.where(used[None, :, None, None], lse, NEG)
+    mine = owner[None] == jnp.arange(seqs, dtype=jnp.int32)[:, None]  # [seqs, U]
+    parts = jnp.moveaxis(lse, 3, 1)[:, :, None]  # [K, G, 1, U, W]
+    parts = jnp.where(mine[None, None, :, :, None], parts, NEG)
+    weights = jnp.exp2(parts - jnp.max(parts, axis=(3, 4), keepdims=True))
+    weights = jnp.where(mine[None, None, :, :, None], weights, 0)
+    norm = jnp.maximum(jnp.sum(weights, axis=(3, 4)), 1e-30)  # [K, G, seqs]
+    parts = jnp.where(used[None, :, None, None, None], rows, 0).astype(jnp.float32)
+    merged = jnp.einsum("kgsup,kupgd->kgsd", weights, parts, precision=lax.Precision.HIGHEST) / norm[..., None]
+    return jnp.transpose(merged, (2, 0, 1, 3)).astype(rows.dtype)
 
 
 def _rows(*columns) -> Int32[Array, "I 8"]:

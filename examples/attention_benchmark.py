@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from sarathi_jax.attention import ragged_paged_attention, select_backend
+from sarathi_jax.attention import pool_head_size, ragged_paged_attention, select_backend
 from sarathi_jax.attention_cost import attention_cost
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Backends to time; by default the engine's.")
@@ -45,32 +45,32 @@ def peaks(dtype) -> tuple[float, float]:
     return 2 * flat.nbytes / best[0], 2 * size**3 / best[1]
 
 
-def batch(lens, heads, kv_heads, head_size, dtype):
+def batch(lens, heads, kv_heads, head_size, pool_size, dtype):
     """The call's arrays, each sequence on pages of its own, in random order."""
     rng, q_lens = np.random.default_rng(0), [q_len for q_len, _ in lens]
     needed = [-(-kv_len // _PAGE_SIZE.value) for _, kv_len in lens]
     order, table = iter(rng.permutation(sum(needed))), np.zeros((len(lens), max(needed)), np.int32)
     for row, pages in zip(table, needed, strict=True):
         row[:pages] = [next(order) for _ in range(pages)]
-    pool = jax.random.normal(jax.random.key(0), (sum(needed), kv_heads, _PAGE_SIZE.value, head_size), dtype)
-    q = jax.random.normal(jax.random.key(1), (sum(q_lens), heads, head_size), dtype)
+    new = lambda i: jax.random.normal(jax.random.key(i), (sum(needed), kv_heads, _PAGE_SIZE.value, head_size), dtype)
+    pools = [jnp.pad(new(i), [(0, 0)] * 3 + [(0, pool_size - head_size)]) for i in (0, 1)]
+    q = jax.random.normal(jax.random.key(2), (sum(q_lens), heads, head_size), dtype)
     numbers = [[kv_len for _, kv_len in lens], table, np.cumsum([0, *q_lens]), len(lens), q_lens.count(1)]
-    return q, pool, pool + 1, *(jnp.asarray(x, jnp.int32) for x in numbers)
+    return q, *pools, *(jnp.asarray(x, jnp.int32) for x in numbers)
 
 
 def main(_) -> None:
-    (heads, kv_heads, head_size), dtype = map(int, _HEADS.value), jnp.dtype(_DTYPE.value)
+    (heads, kv_heads, size), dtype = map(int, _HEADS.value), jnp.dtype(_DTYPE.value)
     scale = _SCALE.value or (8 if jax.default_backend() == "cpu" else 1)
     bytes_per_s, flops_per_s = peaks(dtype)
     print(f"{jax.devices()[0].device_kind}: copy {bytes_per_s / 1e9:.0f} GB/s, matmul {flops_per_s / 1e12:.2f} TFLOP/s")
     for name, lens in CASES.items():
         lens = [(max(q_len // scale, 1), kv_len // scale) for q_len, kv_len in lens]
-        arrays = batch(lens, heads, kv_heads, head_size, dtype)
-        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_size, "value_bytes": dtype.itemsize}
-        cost = attention_cost(lens, **sizes)
+        cost = attention_cost(lens, num_heads=heads, num_kv_heads=kv_heads, head_dim=size, value_bytes=dtype.itemsize)
         floor_s = cost.floor_s(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s)
         for backend in map(select_backend, _BACKENDS.value or [None]):
-            call = jax.jit(functools.partial(ragged_paged_attention, scale=head_size**-0.5, backend=backend))
+            arrays = batch(lens, heads, kv_heads, size, pool_head_size(size), dtype)
+            call = jax.jit(functools.partial(ragged_paged_attention, scale=size**-0.5, backend=backend))
             median = statistics.median([seconds(call, *arrays) for _ in range(_REPEATS.value + 2)][2:])
             rates = f"{cost.num_bytes / median / 1e9:8.1f} GB/s {cost.flops / median / 1e12:8.3f} TFLOP/s"
             print(f"{name:38} / {scale} {backend:10} {1e3 * median:9.3f} ms {floor_s / median:6.1%} of floor {rates}")

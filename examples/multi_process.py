@@ -2,14 +2,13 @@
 
 python examples/multi_process.py
 
-One process on each host, GPUs under Slurm (all of a host's GPUs belong to its process):
-  srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 bash -c 'python examples/multi_process.py --tensor 16 \
-      --coordinator $(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):9876 \
-      --num_processes $SLURM_NTASKS --process_id $SLURM_PROCID'
-A TPU slice (the same command on all hosts; a TPU VM knows its number and its neighbours):
-  gcloud compute tpus tpu-vm ssh NAME --worker=all --command='python examples/multi_process.py --tensor 16 \
-      --coordinator HOST_0:9876 --num_processes 4 --process_id $(curl -sH "Metadata-Flavor: Google" \
-      http://metadata/computeMetadata/v1/instance/attributes/agent-worker-number)'
+Each process has a pipeline stage on its two devices, and the hidden states go from the one to the other.
+
+One process on each host, with all of its GPUs or TPU chips, under a launcher that gives each its number:
+
+python examples/multi_process.py --tensor 8 --coordinator HOST_0:9876 --num_processes 2 --process_id NUMBER
+
+WORKSPACE.md has the commands for Slurm and for a TPU slice.
 """
 
 import os
@@ -20,7 +19,8 @@ import sys
 from absl import app, flags, logging
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A known name, a Hugging Face folder, or a GGUF file.")
-_TENSOR = flags.DEFINE_integer("tensor", 4, "Devices that share each layer, of all processes together.")
+_TENSOR = flags.DEFINE_integer("tensor", 2, "Devices that share each layer.")
+_PIPELINE = flags.DEFINE_integer("pipeline", 2, "Stages; all of them together have the devices of all processes.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0; None starts two processes here.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "Processes of the group.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "This one's number.")
@@ -46,7 +46,8 @@ def run(coordinator: str) -> None:
 
     channel = distributed.initialize(coordinator, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value)
     options = {"scheduler": sj.Sarathi(token_budget=32, max_num_seqs=4), "dtype": _DTYPE.value, "max_model_len": 256}
-    engine = sj.Engine.load(_MODEL.value, parallel=sj.Parallel(tensor=_TENSOR.value), **options)
+    parallel = sj.Parallel(tensor=_TENSOR.value, pipeline=_PIPELINE.value)
+    engine = sj.Engine.load(_MODEL.value, parallel=parallel, **options)
     for device, size in bytes_per_device(engine.runner.weights).items():
         print(f"process {_PROCESS_ID.value}, {device}: {size / 2**20:.1f} MiB of weights", flush=True)
 

@@ -64,7 +64,7 @@ def main(_) -> None:
     num_pages = cost.kv_tokens(max_step_tokens=longest_step, max_num_seqs=n) // 16
     simulator = sj.Simulator(
         policy, cost, num_pages=num_pages, max_model_len=max_len, lookahead=_LOOKAHEAD.value,
-        tile=cost.device.token_tile, num_replicas=_REPLICAS.value,
+        tile=cost.device.token_tile, num_replicas=_REPLICAS.value, kv_window=cost.model.kv_window,
     )  # fmt: skip
     start = time.perf_counter()
     report = run_open_loop(simulator, work)

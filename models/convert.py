@@ -49,21 +49,22 @@ def save_model(
 ) -> None:
     """Save weights, on whatever devices they are, and what belongs to them in the new folder `target`.
 
-    The folder appears when all of it is written; until then a hidden one beside it holds what there is.
+    The folder appears when all of it is written. What there is before lies in a hidden one beside it, which is no model
+    until its last file.
     """
     target = Path(target)
     _check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        write_description(
+        write_weights(temporary / "weights", weights)
+        write_description(  # last: without it the folder is no model
             temporary,
             config,
             eos_token_ids=tuple(eos_token_ids),
             tokenizer_files=tokenizer_files or {},
             quantization="int8" if any(name.endswith("_scale") for name in weights) else None,
         )
-        write_weights(temporary / "weights", weights)
         temporary.chmod(0o755)
         os.rename(temporary, target)
     except BaseException:

@@ -10,16 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from sarathi_jax.config import ModelConfig, RopeScaling
+from sarathi_jax.config import ModelConfig, RopeScaling, check_int
+from sarathi_jax.models.families.fields import shortest
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF's names of the architectures read here, and Hugging Face's."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""GGUF's names of the architectures read here, and Hugging Face's. A llama file with experts is a Mixtral."""
 
-BLOCK_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
+BLOCK_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([\w.]+)\.(weight|bias)")
 ROPE_FREQS = "rope_freqs.weight"
+MAX_EXPERTS = 1 << 16
+"""Far more than any layer has: every expert is looked at."""
 
 _REFUSED = {
-    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_gating_func": (0, 1),
     "use_parallel_residual": (False,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -94,9 +106,9 @@ def model_config_from_gguf(
     num_layers = keys.integer("block_count")
     if len(blocks) != num_layers or max(blocks, default=-1) != num_layers - 1:
         raise ValueError(f"has '{arch}.block_count'={num_layers} but tensors of {len(blocks)} blocks: corrupt")
-    theta = keys.number("rope.freq_base", 10000.0)
+    theta, experts = keys.number("rope.freq_base", 10000.0), _experts(keys, shapes, num_layers)
     return ModelConfig(
-        architecture=ARCHITECTURES[arch],
+        architecture="MixtralForCausalLM" if arch == "llama" and experts else ARCHITECTURES[arch],
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden,
         intermediate_size=keys.integer("feed_forward_length"),
@@ -112,11 +124,39 @@ def model_config_from_gguf(
         qkv_bias=arch == "qwen2" or _has_bias(shapes, "attn_q", "attn_k", "attn_v"),
         o_bias=_has_bias(shapes, "attn_output"),
         mlp_bias=_has_bias(shapes, "ffn_gate", "ffn_up", "ffn_down"),
-        qk_norm=arch == "qwen3",
+        qk_norm=arch in ("qwen3", "qwen3moe"),
         sliding_window=keys.integer("attention.sliding_window", 0) or None,
         attention_soft_cap=keys.number("attn_logit_softcapping", 0.0) or None,
         logit_soft_cap=keys.number("final_logit_softcapping", 0.0) or None,
+        **experts,
     )
+
+
+def _experts(keys: _Keys, shapes: Iterable[str], num_layers: int) -> dict[str, Any]:
+    """ModelConfig's fields of a mixture: layers with a router have experts. Shares sum to one unless the file says
+    otherwise, as llama.cpp takes it."""
+    arch, count = keys.arch, keys.integer("expert_count", 0)
+    if (arch not in ("llama", "qwen3moe") and count) or (arch == "qwen3moe" and not count):
+        raise ValueError(f"has '{arch}.expert_count'={count}, which is not supported")
+    if not count:
+        return {}
+    check_int(f"{arch}.expert_count", count, 1, MAX_EXPERTS, f"at most {MAX_EXPERTS}")
+    used, width = keys.integer("expert_used_count"), keys.integer("feed_forward_length")
+    check_int(f"{arch}.expert_used_count", used, 1, count, "1 <= expert_used_count <= expert_count")
+    if arch == "qwen3moe":
+        width = keys.integer("expert_feed_forward_length", width // used)
+    if type(norm := keys.get("expert_weights_norm")) not in (bool, type(None)):
+        raise ValueError(f"has '{arch}.expert_weights_norm'={reprlib.repr(norm)}; it must be true or false")
+    routers = {int(m[1]) for name in shapes if (m := BLOCK_NAME.fullmatch(name)) and m[2] == "ffn_gate_inp"}
+    if not routers:
+        raise ValueError(f"has '{arch}.expert_count'={count} but no tensor 'blk.*.ffn_gate_inp.weight'")
+    return {
+        "num_experts": count,
+        "experts_per_token": used,
+        "expert_size": width,
+        "norm_topk_prob": norm is not False,
+        "moe_pattern": shortest([layer in routers for layer in range(num_layers)]),
+    }
 
 
 def _has_bias(names: Iterable[str], *parts: str) -> bool:

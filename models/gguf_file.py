@@ -1,4 +1,5 @@
-"""Reads GGUF files: llama (SmolLM2 and Mistral among them), qwen2, qwen3; any type the gguf package can dequantise.
+"""Reads GGUF files: llama (SmolLM2, Mistral and Mixtral among them), qwen2, qwen3 and qwen3moe; any type the gguf
+package can dequantise.
 
 The header is parsed here, with every count and offset checked against the file's size before anything is allocated for
 it. (The gguf package's own reader trusts them, and takes seconds over a vocabulary.)
@@ -10,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,14 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate", "up", "down")}
+"""Those of all experts of a layer as one, [experts, out, in]."""
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d{1,5})")
+"""One expert's, as files from before 2024-04 have them."""
 _HF_BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)")
+_HF_EXPERT = re.compile(r"mlp\.experts\.\d+\.(\w+)")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY = 1 << 22
@@ -175,7 +182,7 @@ def _place(found: Mapping[str, _Tensor], start: int, alignment: int, size: int) 
         end = t.offset + t.num_bytes
         if start + end > size:
             raise ValueError(f"tensor {name!r} ends at byte {start + end} of {size}: truncated or corrupt")
-        placed[name] = _Tensor(t.shape, t.dtype, start + t.offset, t.num_bytes)
+        placed[name] = replace(t, offset=start + t.offset)
     return placed
 
 
@@ -222,8 +229,9 @@ class GGUFCheckpoint:
 
     def stored_name(self, name: str) -> str:
         if match := _HF_BLOCK_NAME.fullmatch(name):
-            blocks = {new: old for old, new in _BLOCK.items()}
-            return f"blk.{match[1]}.{blocks.get(match[2], match[2])}.{match[3]}"
+            part = _HF_EXPERT.sub(r"\1", match[2])
+            blocks = {new: old for old, new in (_BLOCK | _EXPERTS).items()}
+            return f"blk.{match[1]}.{blocks.get(part, part)}.{match[3]}"
         return {new: old for old, new in _TOP.items()}.get(name, name)
 
     def read(self, name: str) -> np.ndarray:
@@ -262,19 +270,34 @@ def _check_readable(dtype: GGMLQuantizationType) -> None:
 
 
 def _rename(tensors: Mapping[str, _Tensor], config: ModelConfig, arch: str) -> dict[str, _Tensor]:
-    """The tensors under Hugging Face's names, with the heads to reorder."""
-    renamed = {}
+    """The tensors under Hugging Face's names, with the heads to reorder, and each expert's apart."""
+    renamed: dict[str, _Tensor] = {}
     for name, t in tensors.items():
         if name == ROPE_FREQS:  # in the config
             continue
-        new, heads = _TOP.get(name, name), None
-        if (match := BLOCK_NAME.fullmatch(name)) and match[2] in _BLOCK:
-            new = f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
-            if arch == "llama" and match[2] in ("attn_q", "attn_k"):
-                heads = config.num_heads if match[2] == "attn_q" else config.num_kv_heads
-                if t.shape[0] != heads * config.head_dim or len(t.shape) > 2:
+        found = {_TOP.get(name, name): t}
+        if match := BLOCK_NAME.fullmatch(name):
+            prefix, part, kind = f"model.layers.{match[1]}.", match[2], match[3]
+            if part in _BLOCK:
+                permuted = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == "llama" else {}
+                heads = permuted.get(part)
+                if heads and (t.shape[0] != heads * config.head_dim or len(t.shape) > 2):
                     raise ValueError(f"{name!r} has shape {list(t.shape)}; it needs {heads} x {config.head_dim} rows")
-        if new in renamed:
-            raise ValueError(f"has the tensor {new!r} twice, once as {name!r}: corrupt")
-        renamed[new] = _Tensor(t.shape, t.dtype, t.offset, t.num_bytes, heads)
+                found = {f"{prefix}{_BLOCK[part]}.{kind}": replace(t, heads=heads)}
+            elif part in _EXPERTS and kind == "weight":
+                apart = _apart(name, t, config.num_experts)
+                found = {f"{prefix}mlp.experts.{i}.{_EXPERTS[part]}.weight": one for i, one in enumerate(apart)}
+            elif one := _ONE_EXPERT.fullmatch(part):
+                found = {f"{prefix}mlp.experts.{one[2]}.{one[1]}_proj.{kind}": t}
+        if twice := sorted(found.keys() & renamed.keys()):
+            raise ValueError(f"has the tensor {twice[0]!r} twice, once as {name!r}: corrupt")
+        renamed |= found
     return renamed
+
+
+def _apart(name: str, t: _Tensor, num_experts: int) -> list[_Tensor]:
+    """The tensor of each expert, of one that has them all."""
+    if len(t.shape) != 3 or t.shape[0] != num_experts:
+        raise ValueError(f"{name!r} has shape {list(t.shape)}; it needs those of {num_experts} experts")
+    size = t.num_bytes // num_experts
+    return [replace(t, shape=t.shape[1:], offset=t.offset + i * size, num_bytes=size) for i in range(num_experts)]

@@ -17,10 +17,10 @@ from sarathi_jax.models.rope import rotate
 
 class KVPool(NamedTuple):
     """Keys and values of all layers. Layer l's page p is row `l * (num_pages + 1) + p`; the last page of a layer is its
-    sink."""
+    sink. E is `attention.pool_head_size` of D."""
 
-    k: Float[Array, "LP K B D"]
-    v: Float[Array, "LP K B D"]
+    k: Float[Array, "LP K B E"]
+    v: Float[Array, "LP K B E"]
 
 
 class TokenRows(NamedTuple):

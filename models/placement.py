@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -35,26 +35,30 @@ def is_shared(plan: Parallel | None) -> TypeGuard[Parallel]:
 def layout(config: ModelConfig, plan: Parallel) -> tuple[list[ModelPart], list[Mesh]]:
     """The parts of a model for one replica, and the meshes they go to.
 
-    ValueError where there are too few devices, or more than the model can be split over.
+    ValueError where there are too few devices, or more than the model can be split over, or devices of some processes
+    and not of others.
     """
     if plan.data > 1:
         raise ValueError(f"data={plan.data}: an engine is one replica; use LLM or replicas.Replicas")
     [meshes] = plan.meshes()
-    if jax.process_count() > 1 and (plan.pipeline > 1 or not meshes[0].local_devices):
+    owners = {device.process_index for mesh in meshes for device in mesh.devices.flat}
+    if owners not in ({jax.process_index()}, set(range(jax.process_count()))):
         raise ValueError(
-            f"tensor={plan.tensor} x pipeline={plan.pipeline} leaves processes without a part in every layer; in "
-            f"several processes use pipeline=1 and tensor={jax.device_count()}, all their devices"
+            f"tensor={plan.tensor} x pipeline={plan.pipeline} is on devices of processes {sorted(owners)}, of "
+            f"{jax.process_count()}: an engine is of all processes (they have {jax.device_count()} devices), or of "
+            f"one alone (devices=jax.local_devices())"
         )
     stages = split_layers(config, plan.pipeline)
     return [ModelPart(config=config, layers=layers, tensor=plan.tensor) for layers in stages], meshes
 
 
 class PlacedPart(NamedTuple):
-    """A part of a model on its mesh. `decoder` is what a device runs under `jax.shard_map`, with the weights of all."""
+    """A part of a model on its mesh. `decoder` is what a device runs under `jax.shard_map`, with the weights of all;
+    None where this process has none of the devices."""
 
     part: ModelPart
     mesh: Mesh
-    decoder: Decoder
+    decoder: Decoder | None
 
 
 def load_parts(
@@ -66,7 +70,7 @@ def load_parts(
     quantization: Quantization | None = None,
     attention: Backend | None = None,
 ) -> list[PlacedPart]:
-    """The weights of a checkpoint as `load_weights` reads them, each part's on its mesh.
+    """The weights of a checkpoint as `load_weights` reads them, each part's on its mesh; a process reads its parts.
 
     A saved model is restored spread over all devices first, and passed on weight by weight.
     """
@@ -77,8 +81,10 @@ def load_parts(
         return _cut(checkpoint.config, weights, parts, meshes, attention)
     placed = []
     for part, mesh in zip(parts, meshes, strict=True):
-        place = lambda spec, mesh=mesh: parallel.sharding(mesh, spec.axes)
-        weights = load_weights(checkpoint, dtype, place=place, quantization=quantization, part=part)
+        weights = {}
+        if mesh.local_devices:
+            place = lambda spec, mesh=mesh: parallel.sharding(mesh, spec.axes)
+            weights = load_weights(checkpoint, dtype, place=place, quantization=quantization, part=part)
         placed.append(_placed(part, mesh, weights, attention))
     return placed
 
@@ -90,7 +96,9 @@ def place_model(model: Decoder, parts: Sequence[ModelPart], meshes: Sequence[Mes
 
 
 def _placed(part: ModelPart, mesh: Mesh, weights: dict[str, Array], attention: Backend | None) -> PlacedPart:
-    return PlacedPart(part, mesh, Decoder(part.local_config, weights, attention=attention, axis=TENSOR))
+    here = bool(mesh.local_devices)
+    decoder = Decoder(part.local_config, weights, attention=attention, axis=TENSOR) if here else None
+    return PlacedPart(part, mesh, decoder)
 
 
 class _Move(NamedTuple):
@@ -130,8 +138,11 @@ def _cut(
     moves.sort(key=lambda move: max(order[name.removesuffix("_scale")] for name, _ in move.sources))
     left = Counter(name for move in moves for name in dict(move.sources))
     placed: list[dict[str, Array]] = [{} for _ in parts]
+    stages = parallel.joined(meshes)
     for move in moves:
-        placed[move.part][move.name] = _placed_weight(move, weights, parts[move.part], meshes[move.part])
+        weight = _placed_weight(move, weights, parts[move.part], meshes[move.part], stages)
+        if weight is not None:
+            placed[move.part][move.name] = weight
         for name in dict(move.sources):
             left[name] -= 1
             if not left[name]:
@@ -139,13 +150,28 @@ def _cut(
     return [_placed(*each, attention) for each in zip(parts, meshes, placed, strict=True)]
 
 
-def _placed_weight(move: _Move, weights: dict[str, Array], part: ModelPart, mesh: Mesh) -> Array:
-    on_host = all(weights[name].is_fully_addressable for name in dict(move.sources))
-    xp = np if on_host else jnp
-    arrays = {name: np.asarray(weights[name]) if on_host else weights[name] for name in dict(move.sources)}
-    if move.sources[0][1] is None:
-        array = arrays[move.name]
-    else:
-        array = xp.stack([arrays[name][index] for name, index in move.sources])
-    array, sharding = part.arrange(move.axes, array, xp), parallel.sharding(mesh, move.axes)
-    return land(array, sharding) if on_host else jax.device_put(array, sharding)
+def _placed_weight(move: _Move, weights: dict[str, Array], part: ModelPart, mesh: Mesh, stages: Mesh) -> Array | None:
+    """The weight on the part's mesh; None where this process has none of its devices.
+
+    What is on the devices of several processes passes through those of all `stages`, a moment's copy in each: to be
+    called by all, in the same order.
+    """
+    names = list(dict(move.sources))
+    target = parallel.sharding(mesh, move.axes)
+
+    def arranged(arrays: dict[str, Any], xp: Any) -> Any:
+        if move.sources[0][1] is None:
+            return part.arrange(move.axes, arrays[move.name], xp)
+        return part.arrange(move.axes, xp.stack([arrays[name][index] for name, index in move.sources]), xp)
+
+    if all(weights[name].is_fully_addressable for name in names):
+        if not mesh.local_devices:
+            return None
+        return land(arranged({name: np.asarray(weights[name]) for name in names}, np), target)
+    everywhere = NamedSharding(stages, target.spec)
+    array = jax.jit(lambda arrays: arranged(arrays, jnp), out_shardings=everywhere)(
+        {name: weights[name] for name in names}
+    )
+    own = set(mesh.local_devices)
+    shards = [shard.data for shard in array.addressable_shards if shard.device in own]
+    return jax.make_array_from_single_device_arrays(array.shape, target, shards) if own else None

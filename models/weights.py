@@ -168,10 +168,12 @@ def _quantized(name: str, weight: Array, spec: WeightSpec, place: Placement) -> 
 
 def _check_tensors(checkpoint: TensorCheckpoint) -> None:
     config, names = checkpoint.config, checkpoint.names
-    if config.num_layers > len(names):  # before the names of all those layers are built
+    num_experts = config.num_experts * sum(kind.moe for kind in config.layer_kinds)
+    if config.num_layers + num_experts > len(names):  # before the names of all those layers and experts are built
         raise ValueError(
-            f"checkpoint {checkpoint.source} does not fit its config: the config has {config.num_layers} layers and "
-            f"the checkpoint {len(names)} tensors"
+            f"checkpoint {checkpoint.source} does not fit its config: the config has {config.num_layers} layers"
+            + (f" with {num_experts} experts" if num_experts else "")
+            + f" and the checkpoint {len(names)} tensors"
         )
     wanted = {
         name: shape

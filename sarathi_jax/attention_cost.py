@@ -35,14 +35,27 @@ def attention_cost(
     for q_len, kv_len in lens:
         if not 1 <= q_len <= kv_len:
             raise ValueError(f"a sequence needs 1 <= q_len <= kv_len; got {q_len=} {kv_len=}")
-        queries += q_len
-        keys += kv_len if window is None else min(kv_len, q_len - 1 + window)
-        pairs += _num_seen(kv_len, window) - _num_seen(kv_len - q_len, window)
-    num_bytes = 2 * value_bytes * head_dim * (num_kv_heads * keys + num_heads * queries)
-    return AttentionCost(num_bytes, 4 * num_heads * head_dim * pairs)
+        seen, products = keys_and_pairs(q_len, kv_len, window)
+        queries, keys, pairs = queries + q_len, keys + seen, pairs + products
+    num_bytes = keys * key_bytes(num_kv_heads, head_dim, value_bytes) + 2 * value_bytes * head_dim * num_heads * queries
+    return AttentionCost(num_bytes, pairs * pair_flops(num_heads, head_dim))
 
 
-def _num_seen(kv_len: int, window: int | None) -> int:
-    """Keys that all queries of positions below `kv_len` see together."""
-    ramp = kv_len if window is None else min(kv_len, window)
-    return ramp * (ramp + 1) // 2 + (kv_len - ramp) * ramp
+def keys_and_pairs(q_len: int, kv_len: int, window: int | None = None) -> tuple[int, int]:
+    """Keys that any of a sequence's queries sees, and pairs of a query and a key that it sees."""
+    start = kv_len - q_len
+    pairs = q_len * start + q_len * (q_len + 1) // 2
+    if window is None or kv_len <= window:
+        return kv_len, pairs
+    cut, hidden = kv_len - max(start, window), max(start - window, 0)  # queries; they miss hidden + 1, + 2, ... keys
+    return min(kv_len, q_len - 1 + window), pairs - cut * hidden - cut * (cut + 1) // 2
+
+
+def key_bytes(num_kv_heads: int, head_dim: int, value_bytes: int) -> int:
+    """A key and its value."""
+    return 2 * num_kv_heads * head_dim * value_bytes
+
+
+def pair_flops(num_heads: int, head_dim: int) -> int:
+    """A query with a key, and the key's value with its weight."""
+    return 4 * num_heads * head_dim

@@ -3,6 +3,9 @@
 TENSOR = "tensor"
 """The mesh axis that layers, embedding and head are split over."""
 
+STAGE = "stage"
+"""That of the tensor groups of a pipeline, where something passes from one to another."""
+
 MESH_AXES = {
     "vocab": TENSOR,
     "kv_heads": TENSOR,

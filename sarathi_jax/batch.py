@@ -53,7 +53,7 @@ class BatchBuilder:
         self.shapes = shapes
         n = shapes.num_slots + 1
         self._page_table = np.full((n, shapes.max_pages), shapes.num_pages, np.int32)
-        self._num_pages = [0] * n
+        self._num_pages, self._num_released = [0] * n, [0] * n
         self._settings = _neutral_rows(n)
 
     def build(self, plan: StepPlan) -> BuiltBatch:
@@ -111,7 +111,7 @@ class BatchBuilder:
         """Write a sequence's settings to its slot; its pages are listed anew."""
         slot, p, s = seq.slot, seq.params, self._settings
         assert slot is not None and 0 <= slot < self.shapes.num_slots, f"no slot: {seq}"
-        self._num_pages[slot] = 0
+        self._num_pages[slot] = self._num_released[slot] = 0
         s.temperature[slot] = p.temperature
         s.top_k[slot] = max(p.top_k, 0)
         s.top_p[slot], s.min_p[slot] = p.top_p, p.min_p
@@ -124,15 +124,18 @@ class BatchBuilder:
         s.key[slot] = seed_key(seq.seed, seq.index)
 
     def _update_pages(self, seq: Sequence) -> int:
-        """Bring the slot's row of the page table up to date; returns the slot."""
+        """Bring the slot's row of the page table up to date; returns the slot. Pages given back become the sink."""
         slot = seq.slot
         assert slot is not None, f"in a plan without a slot: {seq}"
-        have, now = self._num_pages[slot], len(seq.page_ids)
+        have, now, gone = self._num_pages[slot], seq.num_pages, seq.num_released
         if have < now:
-            new = np.asarray(seq.page_ids[have:], np.int32)
+            new = np.asarray(seq.page_ids[have - now :], np.int32)
             assert new.min() >= 0 and new.max() < self.shapes.num_pages, f"page ids {new} outside the pool: {seq}"
             self._page_table[slot, have:now] = new
             self._num_pages[slot] = now
+        if self._num_released[slot] < gone:
+            self._page_table[slot, self._num_released[slot] : gone] = self.shapes.num_pages
+            self._num_released[slot] = gone
         return slot
 
     def _token_rows(self, chunks: Seq[Chunk], first_rows: list[int], slots: np.ndarray, rows: int) -> TokenRows:

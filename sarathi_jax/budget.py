@@ -250,7 +250,7 @@ def choose_budget(
         raise ValueError(
             f"no token budget holds tbt_slo_s={tbt_slo_s} with a margin of {margin:.0%}: {max_num_seqs} decodes at "
             f"{context} tokens and the smallest chunk ({smallest - max_num_seqs} tokens) are predicted to take "
-            f"{seconds(smallest):.4f} s, the decodes alone {model([context] * max_num_seqs, []):.4f} s; raise tbt_slo_s "
-            f"or lower max_num_seqs"
+            f"{seconds(smallest):.4f} s, the decodes alone {model([context] * max_num_seqs, []):.4f} s; raise "
+            f"tbt_slo_s or lower max_num_seqs"
         )
     return fitting[-1]

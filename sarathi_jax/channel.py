@@ -48,13 +48,15 @@ class Peer:
             self._on_failure(f"{self.name} cannot be reached ({error})")
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message. GroupError when none comes in time, or when the other process has ended."""
+        """The next message. GroupError when none comes in time, or when a failure or the other's end does."""
         try:
             message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             raise GroupError(f"{self.name} said nothing for {timeout_s:.0f} s") from None
         if message is None:
             raise GroupError(f"{self.name} has ended")
+        if "failure" in message:
+            raise GroupError(message["failure"])
         return message
 
     def close(self) -> None:

@@ -285,6 +285,11 @@ class ModelConfig:
         return tuple(kind.window for kind in self.layer_kinds)
 
     @property
+    def kv_window(self) -> int | None:
+        """Latest keys that some layer still reads, a query's own included; None where a layer reads them all."""
+        return None if None in self.layer_windows else self.sliding_window
+
+    @property
     def num_params(self) -> int:
         """Weights in the whole model, norms and biases included."""
         d, f, h, k, hd = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sarathi_jax.attention_cost import key_bytes, keys_and_pairs, pair_flops
 from sarathi_jax.config import ModelConfig, check_instance, check_number, check_positive
 from sarathi_jax.hardware import Device, Link
 from sarathi_jax.roofline import Matmul, all_reduce_s, elementwise_s, matmul_s, send_s
@@ -238,13 +239,7 @@ class CostModel:
 
     def _chunk_s(self, window: int | None, start: int, num_tokens: int) -> float:
         """Attention of a chunk in a layer: each query with the keys up to it, or as many as its window shows."""
-        end = num_keys = start + num_tokens
-        pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
-        if window is not None and end > window:
-            hidden = max(start - window, 0)  # of the first query that does not see all before it
-            cut = end - max(start, window)
-            pairs -= cut * hidden + cut * (cut + 1) / 2
-            num_keys = min(end, window - 1 + num_tokens)
+        num_keys, pairs = keys_and_pairs(num_tokens, start + num_tokens, window)
         return self._kernel_s + max(pairs * self._pair_s, num_keys * self._key_s)
 
     # Numbers that do not change, and tables.
@@ -257,12 +252,12 @@ class CostModel:
     def _key_s(self) -> float:
         """A key and its value in a layer: read, or multiplied where that takes longer."""
         rate = self.device.memory_bytes_per_s * self.device.efficiency.decode_attention
-        return max(2 * self._num_kv_heads * self.model.head_dim * self.value_bytes / rate, self._pair_s)
+        return max(key_bytes(self._num_kv_heads, self.model.head_dim, self.value_bytes) / rate, self._pair_s)
 
     @cached_property
     def _pair_s(self) -> float:
         """A query and a key in a layer, in all heads of a device."""
-        flops = 4 * self.model.head_dim * self.model.num_heads // self.tensor_parallel
+        flops = pair_flops(self.model.num_heads, self.model.head_dim) // self.tensor_parallel
         return flops / (self.device.flops_per_s * self.device.efficiency.chunk_attention)
 
     @property
@@ -346,9 +341,9 @@ class CostModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """On one device. Layers with a window keep all keys, as the paged cache does."""
+        """On one device. Every layer keeps a token as long as any of them may read it, as the paged cache does."""
         layers = self.model.num_layers // self.num_stages
-        return 2 * self._num_kv_heads * self.model.head_dim * layers * self.value_bytes
+        return layers * key_bytes(self._num_kv_heads, self.model.head_dim, self.value_bytes)
 
     def kv_tokens(self, *, memory_fraction: float = 0.9, max_step_tokens: int = 2048, max_num_seqs: int = 128) -> int:
         """Tokens whose keys and values fit beside the weights and the activations of the largest iteration.

@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sarathi_jax.config import CacheConfig, ModelConfig
+from sarathi_jax.memory_plan import TPU_LANES
+from sarathi_jax.shapes import round_up
 
 CPU_MEMORY_FRACTION = 0.1
 ACCELERATOR_MEMORY_FRACTION = 0.85
@@ -86,7 +89,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     """Bytes of one page, keys and values of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
+    head_size = round_up(config.head_dim, TPU_LANES) if platform() == "tpu" else config.head_dim
+    return 2 * config.num_layers * config.num_kv_heads * page_size * head_size * jnp.dtype(dtype).itemsize
 
 
 def num_pages(
@@ -96,19 +100,21 @@ def num_pages(
     dtype: DTypeLike,
     max_num_seqs: int,
     max_model_len: int,
-    stages: Sequence[tuple[ModelConfig, Sequence[Any]]] = (),
+    stages: Sequence[tuple[ModelConfig, Mesh]] = (),
 ) -> int:
     """Pages of the pool: as configured, or what a share of the free memory holds, but no more than can ever be used.
 
-    `stages`: what one device runs, and the devices that do, of each stage of a pipeline; none is the default device.
+    `stages`: what one device runs, and the mesh of those that do, of each stage of a pipeline; none is the default
+    device. Where they are several processes' all call this, and the least of what they find is taken.
 
     What memory decides is cut to three significant bits: the pool's size is part of every program, and the next start,
     with a little more or less memory free, should find its programs in the compilation cache. Call with the weights on
     the device. Raises ValueError when not even one page fits, or not all that are configured.
     """
-    sizes = [(page_bytes(local, cache.page_size, dtype), device) for local, devices in stages for device in devices]
+    page = lambda local: page_bytes(local, cache.page_size, dtype)
+    sizes = [(page(local), device) for local, mesh in stages for device in mesh.local_devices]
     if not sizes:
-        size, free = page_bytes(config, cache.page_size, dtype), free_memory_bytes()
+        size, free = page(config), free_memory_bytes()
     elif platform() == "cpu":  # virtual devices share the machine's memory
         size, free = sum(size for size, _ in sizes), free_memory_bytes()
     else:
@@ -129,7 +135,7 @@ def num_pages(
             f"no room for the KV cache: {fraction:.0%} of {free / 2**20:.0f} MiB free hold no page of "
             f"{size / 2**20:.1f} MiB; raise memory_fraction, or lower page_size"
         )
-    if stages and jax.process_count() > 1:
+    if any(mesh.is_multi_process for _, mesh in stages):
         fitting = int(multihost_utils.process_allgather(np.int32(fitting)).min())
     step = 1 << max(fitting.bit_length() - 3, 0)
     return min(fitting // step * step, max_num_seqs * -(-max_model_len // cache.page_size))

@@ -2,12 +2,14 @@
 
 Every process has the same engine over the devices of all, and the same scheduler sees the same requests at the same
 times: process 0 has the caller, and sends the others what it was asked and the plan that it made of it. They make their
-own, compare, and run it. Only devices exchange what is large.
+own, compare, and run it. Only devices exchange what is large; the tokens of a step go to processes without the last
+stage of a pipeline by process 0.
 """
 
 from __future__ import annotations
 
 import atexit
+import base64
 import hashlib
 import json
 import os
@@ -20,11 +22,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from sarathi_jax import device, profiler
 from sarathi_jax.channel import Channel, GroupError
 from sarathi_jax.config import check_int, check_number
 from sarathi_jax.engine import Engine
 from sarathi_jax.outputs import RequestOutput, StepStats
+from sarathi_jax.pipeline import PipelineRunner
 from sarathi_jax.request import SamplingParams, StepPlan
+from sarathi_jax.runner import ReadStep, TokenScores
 from sarathi_jax.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -42,7 +47,8 @@ def initialize(
     """Join the group: before anything else is done with jax. `coordinator` is "host:port" of process 0, for JAX.
 
     `port`: process 0's for what this module sends, None is the coordinator's + 1. `options` go to
-    `jax.distributed.initialize`. GroupError when not all processes have come within `timeout_s`.
+    `jax.distributed.initialize`. Each process has all devices that it sees (left alone JAX gives one under Slurm a GPU
+    and no more). GroupError when not all processes have come within `timeout_s`.
     """
     host, _, coordinator_port = coordinator.rpartition(":")
     if not host or not coordinator_port.isdigit():
@@ -52,20 +58,24 @@ def initialize(
     check_number("timeout_s", timeout_s, 0.1, 1e6, "seconds, >= 0.1")
     port = int(coordinator_port) + 1 if port is None else port
     channel = Channel(host, port, num_processes=num_processes, process_id=process_id, timeout_s=timeout_s)
-    jax.distributed.initialize(
-        coordinator, num_processes, process_id,
-        **{"initialization_timeout": int(timeout_s), "shutdown_timeout_seconds": 10, **options},
-    )  # fmt: skip
+    defaults: dict[str, Any] = {"initialization_timeout": int(timeout_s), "shutdown_timeout_seconds": 10}
+    defaults["cluster_detection_method"] = "deactivate"
+    jax.distributed.initialize(coordinator, num_processes, process_id, **(defaults | options))
     return channel
 
 
 def serve(engine: Engine, channel: Channel, main: Callable[[Leader], _T], *, timeout_s: float = 120.0) -> _T | None:
     """Run `main` in process 0 with the engine of all processes; the others follow it, and return None when it is done.
 
+    A token budget "auto" is measured before: process 0 looks at its clock while all run the iterations.
+
     GroupError in every process if one fails, ends or falls out of step, or if they differ in version or configuration.
     """
     try:
         _agree(engine, channel, timeout_s)
+        if isinstance(engine.runner, PipelineRunner):
+            engine.runner.relay = Relay(channel, {d.process_index for d in engine.runner.meshes[-1].devices.flat})
+        _settle_auto(engine, channel)
         if channel.process_id == 0:
             leader = Leader(engine, channel)
             result = main(leader)
@@ -73,9 +83,11 @@ def serve(engine: Engine, channel: Channel, main: Callable[[Leader], _T], *, tim
             return result
         _follow(engine, channel)
         return None
-    except GroupError:
-        channel.settle()
+    except GroupError as error:
+        failure = channel.settle()
         atexit.register(os._exit, 1)  # before jax's own handler, which would wait for those who have gone, and abort
+        if failure not in (None, str(error)):  # what was noticed first, and was the cause
+            raise GroupError(failure) from error
         raise
     except BaseException as error:
         failure = channel.settle(wait_s=1.0)
@@ -86,6 +98,30 @@ def serve(engine: Engine, channel: Channel, main: Callable[[Leader], _T], *, tim
         raise
     finally:
         channel.close()
+
+
+class Relay:
+    """What was read of a step, from the first of the processes with the last stage to those without it.
+
+    To be called by all, once a step, in the order of the steps: None where it could not be read.
+    """
+
+    def __init__(self, channel: Channel, holders: set[int]):
+        self._channel = channel
+        self._sender = min(holders)
+        self._others = sorted(set(range(1, channel.num_processes)) - holders)
+
+    def __call__(self, step: ReadStep | None) -> ReadStep:
+        me, peers = self._channel.process_id, self._channel.peers
+        if step is None:
+            step = _unpacked(_receive(self._channel, self._sender if me == 0 else 0, "step"))
+        elif me == self._sender != 0:
+            peers[0].send({"step": _packed(step)})
+        if me == 0 and self._others:
+            message = {"step": _packed(step)}
+            for other in self._others:
+                peers[other].send(message)
+        return step
 
 
 class Leader:
@@ -196,7 +232,6 @@ def _follow(engine: Engine, channel: Channel) -> None:
     engine.clock = lambda: message["now"]
     while True:
         message |= peer.receive()
-        channel.check()
         if "end" in message:
             peer.send({"bye": True})
             return
@@ -212,6 +247,31 @@ def _follow(engine: Engine, channel: Channel) -> None:
             raise
 
 
+def _settle_auto(engine: Engine, channel: Channel) -> None:
+    """A token budget "auto" to what process 0 measures, or has kept."""
+    if engine.auto is None:
+        return
+    runner, length, max_tokens = engine.runner, engine.max_model_len, device.max_token_budget()
+    if channel.process_id == 0:
+        kept = profiler.kept_time_model(runner, max_tokens=max_tokens, folder=device.cache_folder("time_models"))
+        channel.broadcast({"measure": kept is None})
+        budget = profiler.token_budget(engine.auto, kept or engine.time_model(), length)
+        channel.broadcast({"token_budget": budget})
+    else:
+        if _receive(channel, 0, "measure"):
+            profiler.profile(runner, max_model_len=length, max_tokens=max_tokens)
+        budget = _receive(channel, 0, "token_budget")
+    engine.settle_auto(budget)
+
+
+def _receive(channel: Channel, sender: int, name: str) -> Any:
+    """What is due from another process now."""
+    message = channel.peers[sender].receive()
+    if name not in message:
+        raise GroupError(f"process {sender} fell out of step: it sent {sorted(message)} and {name!r} was due")
+    return message[name]
+
+
 def _agree(engine: Engine, channel: Channel, timeout_s: float) -> None:
     """GroupError in all unless all have the same versions and configuration."""
     own = describe(engine)
@@ -219,7 +279,6 @@ def _agree(engine: Engine, channel: Channel, timeout_s: float) -> None:
         [peer] = channel.peers.values()
         peer.send({"description": own})
         peer.receive(timeout_s)
-        channel.check()
         return
     for peer in channel.peers.values():
         other = peer.receive(timeout_s).get("description", {})
@@ -241,7 +300,7 @@ def describe(engine: Engine) -> dict[str, str]:
         "policy": repr(engine.scheduler.config),
         "shapes": repr(runner.shapes),
         "cache dtype": runner.kv.k.dtype.name,
-        "mesh": repr([mesh.size for mesh in runner.meshes]),
+        "mesh": repr([[d.id for d in mesh.devices.flat] for mesh in runner.meshes]),
         "max_model_len": repr(engine.max_model_len),
         "eos_token_ids": repr(engine.eos_token_ids),
         "lookahead": repr(engine.scheduler.lookahead),
@@ -255,6 +314,20 @@ def _fingerprint(plan: StepPlan) -> str:
         for c in plan.chunks
     ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _packed(step: ReadStep) -> dict[str, Any]:
+    """For JSON, every bit of it."""
+    pack = lambda x: (x.dtype.str, x.shape, base64.b64encode(np.ascontiguousarray(x)).decode())
+    scores = [scores and [pack(np.asarray(x)) for x in scores] for scores in (step.scores, step.prompt_scores)]
+    return {"tokens": step.tokens, "scores": scores}
+
+
+def _unpacked(plain: dict[str, Any]) -> ReadStep:
+    """Without the rows in which prompts begin."""
+    unpack = lambda dtype, shape, data: np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+    scores = [each and TokenScores(*(unpack(*x) for x in each)) for each in plain["scores"]]
+    return ReadStep(tokens=plain["tokens"], scores=scores[0], prompt_scores=scores[1], first_rows=())
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sarathi_jax import device, profiler
 from sarathi_jax.attention import Backend
-from sarathi_jax.budget import TimeModel, choose_budget
+from sarathi_jax.budget import TimeModel
 from sarathi_jax.config import CacheConfig, check_instance, check_positive
 from sarathi_jax.flight import Flight
 from sarathi_jax.generation import Generation, LiveRequest
@@ -75,7 +75,8 @@ class Engine:
         if isinstance(model, Decoder):
             decoder, config = model, model.config
         else:
-            decoder, config = model[0].decoder, model[0].part.config
+            decoder = next(placed.decoder for placed in model if placed.decoder is not None)
+            config = model[0].part.config
         check_positive("max_step_tokens", max_step_tokens)
         if max_model_len is None:
             max_model_len = config.max_position
@@ -104,13 +105,14 @@ class Engine:
         self._intake.check_ids("eos_token_ids", self.eos_token_ids)
         num_pages = device.num_pages(
             config, cache, dtype=dtype, max_num_seqs=scheduler.max_num_seqs, max_model_len=max_model_len,
-            stages=[(placed.part.local_config, placed.mesh.local_devices) for placed in parts],
+            stages=[(placed.part.local_config, placed.mesh) for placed in parts],
         )  # fmt: skip
-        self.pool = PagePool(num_pages, cache.page_size)
+        self.pool = PagePool(num_pages, cache.page_size, config.kv_window)
         self._lookahead, self._num_stages = lookahead, num_stages
-        self._auto: Sarathi | None = None
+        self.auto: Sarathi | None = None
+        """The policy whose token budget has still to be measured."""
         if isinstance(scheduler, Sarathi) and scheduler.token_budget == "auto":
-            self._auto = scheduler
+            self.auto = scheduler
             scheduler = scheduler.resolved(device.max_token_budget())
         self.scheduler = self._build(scheduler)
         shapes = Shapes.make(
@@ -120,6 +122,7 @@ class Engine:
             max_model_len=max_model_len,
             page_size=cache.page_size,
             num_pages=num_pages,
+            window=config.kv_window,
         )
         self.runner = make_runner(model, shapes, stop_ids=self.eos_token_ids, kv_dtype=dtype)
         self.replica = 0
@@ -129,7 +132,8 @@ class Engine:
         self.clock = clock
         self.on_plan: Callable[[float, StepPlan], None] | None = None
         """Told of every plan, and of the time it was made for, before it is sent off."""
-        self._stage_clock = StageClock(num_stages, lambda: self.clock()) if num_stages > 1 else None
+        is_timed = num_stages > 1 and all(placed.decoder is not None for placed in parts)  # all stages are here
+        self._stage_clock = StageClock(num_stages, lambda: self.clock()) if is_timed else None
         self._rng = np.random.default_rng(seed)
         self._live: dict[str, LiveRequest] = {}
         self._by_sequence: dict[int, tuple[LiveRequest, Generation]] = {}
@@ -193,14 +197,22 @@ class Engine:
         return engine
 
     def warm_up(self, *, compile_cache: bool = True, progress: bool | None = None) -> float:
-        """Compile and run every shape, so that nothing compiles later. Returns the seconds it took."""
+        """Compile and run every shape, so that nothing compiles later. Returns the seconds it took.
+
+        A token budget "auto" is measured then; of an engine of several processes `distributed.serve` has it measured.
+        """
         bar = progress_bar("compiling", "programs", show=progress)
         with device.compilation_cache(compile_cache), bar as report:
             seconds = self.runner.warm_up(progress=report)
-        if self._auto is not None:
-            config, self._auto = self._auto, None
-            self.set_scheduler(self._resolved(config, keep=compile_cache, progress=progress))
+        if self.auto is not None and not self.is_joint:
+            model = self.time_model(keep=compile_cache, progress=progress)
+            self.settle_auto(profiler.token_budget(self.auto, model, self.max_model_len))
         return seconds
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether other processes have a part in it."""
+        return any(mesh.is_multi_process for mesh in self.runner.meshes)
 
     def time_model(
         self, *, max_tokens: int | None = None, keep: bool = True, progress: bool | None = None
@@ -219,6 +231,12 @@ class Engine:
             progress=progress,
         )
 
+    def settle_auto(self, token_budget: int) -> None:
+        """Give the policy in `auto` the token budget that was measured."""
+        assert self.auto is not None
+        config, self.auto = self.auto, None
+        self.set_scheduler(config.resolved(token_budget))
+
     def set_scheduler(self, config: SchedulerConfig) -> None:
         """Another policy on the same pool and programs; only while idle. A token budget "auto" is measured now.
 
@@ -227,7 +245,7 @@ class Engine:
         self._require_idle("set_scheduler")
         config = check_instance("config", config, SchedulerConfig)
         if isinstance(config, Sarathi) and config.token_budget == "auto":
-            config = self._resolved(config)
+            config = config.resolved(profiler.token_budget(config, self.time_model(), self.max_model_len))
         scheduler, shapes = self._build(config), self.runner.shapes
         if scheduler.max_step_tokens > shapes.num_tokens[-1] or config.max_num_seqs > shapes.num_slots:
             raise ValueError(
@@ -264,7 +282,7 @@ class Engine:
 
         The prompt and `max_tokens` together are cut at max_model_len (finish reason "length").
         """
-        if self._auto is not None:
+        if self.auto is not None:
             raise ValueError('token_budget="auto" is measured by warm_up: call it before adding requests')
         request = self._intake.request(
             request_id, prompt, prompt_token_ids, params, arrival_time=arrival_time, priority=priority, now=self.clock()
@@ -389,19 +407,6 @@ class Engine:
             num_stages=self._num_stages,
             default_token_budget=device.default_token_budget(),
         )
-
-    def _resolved(self, config: Sarathi, *, keep: bool = True, progress: bool | None = None) -> Sarathi:
-        """With the largest budget that holds the SLO, all decodes and the chunk half-way through the model's length."""
-        assert config.tbt_slo_s is not None
-        model = self.time_model(keep=keep, progress=progress)
-        budget = choose_budget(
-            model,
-            tbt_slo_s=config.tbt_slo_s,
-            max_num_seqs=config.max_num_seqs,
-            context=max(self.max_model_len // 2, 1),
-            tile=device.tile(),
-        )
-        return config.resolved(budget)
 
     def _require_idle(self, what: str) -> None:
         if self._live:

@@ -10,14 +10,16 @@ from sarathi_jax.config import ModelConfig, check_choice, check_instance, check_
 from sarathi_jax.hardware import Device, find_device
 from sarathi_jax.known_models import model_config
 from sarathi_jax.models.parts import HeadLayout, ModelPart
-from sarathi_jax.models.weight_specs import WeightSpec, scale_spec
+from sarathi_jax.models.weight_specs import scale_spec
+from sarathi_jax.shapes import round_up
 from sarathi_jax.stage_split import split_layers
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 TPU_LANES = 128
-"""A TPU pads the last axis of an array to a multiple of this: heads of 64 take the room of 128."""
+"""On a TPU heads in the pool are padded to a multiple of this, which is how programs read them: those of 64 take the
+room of 128. Weights are not: the compiler stores them with a longer axis last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ def plan(
     lanes = TPU_LANES if device.name.startswith("tpu") else 1
     for layers in split_layers(config, pipeline, device):
         part = ModelPart(config=config, layers=layers, tensor=tensor)
-        weights = weight_bytes(part, size, quantization, lanes=lanes)
+        weights = weight_bytes(part, size, quantization)
         state = state_bytes(part, max_num_seqs)
         activations = _activation_bytes(part, size, max_step_tokens, max_num_seqs)
         local = part.local_config
@@ -140,12 +142,7 @@ def plan(
                 weight_bytes=weights,
                 state_bytes=state,
                 activation_bytes=activations,
-                kv_bytes_per_token=2
-                * local.num_layers
-                * local.num_kv_heads
-                * -(-local.head_dim // lanes)
-                * lanes
-                * size,
+                kv_bytes_per_token=2 * local.num_layers * local.num_kv_heads * round_up(local.head_dim, lanes) * size,
                 room_bytes=usable - weights - state - activations,
             )
         )
@@ -161,15 +158,9 @@ def plan(
     )
 
 
-def weight_bytes(
-    part: ModelPart, value_bytes: int, quantization: Literal["int8"] | None = None, *, lanes: int = 1
-) -> int:
-    """Of a part's weights on each of its devices, whose last axes take multiples of `lanes`."""
-
-    def size(spec: WeightSpec) -> int:
-        *rest, last = part.device_shape(spec)
-        return prod(rest) * -(-last // lanes) * lanes
-
+def weight_bytes(part: ModelPart, value_bytes: int, quantization: Literal["int8"] | None = None) -> int:
+    """Of a part's weights on each of its devices."""
+    size = lambda spec: prod(part.device_shape(spec))
     total = 0
     for spec in part.specs.values():
         if quantization and spec.num_inner:

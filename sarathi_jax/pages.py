@@ -15,12 +15,12 @@ Where a page changes hands::
 
     free + cached + held = all pages, always.
 
-A sequence lists the pages it holds in `Sequence.page_ids`, position p in page `page_ids[p // page_size]`. Only a
-scheduler moves pages: it allocates while planning, and gives back in `Scheduler.finish`, when it preempts, and when a
-sequence's last token has been planned.
+A sequence lists the pages it holds in `Sequence.page_ids`, position p in `page_ids[p // page_size - num_released]`.
+Only a scheduler moves pages: it allocates while planning, and gives back in `Scheduler.finish`, when it preempts, when
+a sequence's last token has been planned, and, where all layers have a window, the pages that no later query sees.
 
-Pages may be given back while a step that writes them is still running on the device: steps run in order, so the next
-holder's writes come later.
+Pages may be given back while a step that reads or writes them is still running on the device: steps run in order, so
+the next holder's writes come later. A step that fails takes all of its sequences back to their first token.
 
 Prefix sharing later names a full page by the hash of its tokens chained to the hash of the page before it. Such a page
 then becomes *cached* when its last reference goes: contents intact, evictable, found by its hash. `num_cached` is part
@@ -46,13 +46,19 @@ class PagePool:
 
     The free list is last in, first out, lowest ids first from a new pool: the same small set of pages is used again and
     again, so the high-water mark tells what a workload needs, and a page used after its release shows up at once.
+
+    `window`: keys that a query sees at most, itself included, in whatever layer; pages behind it are given back. None:
+    sequences keep all their pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None):
         check_positive("num_pages", num_pages)
         check_positive("page_size", page_size)
+        if window is not None:
+            check_positive("window", window)
         self.num_pages = num_pages
         self.page_size = page_size
+        self.window = window
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_refs = [0] * num_pages
 
@@ -82,6 +88,20 @@ class PagePool:
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def num_behind(self, position: int) -> int:
+        """A sequence's first pages that no query from `position` on sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
+
+    def most_pages(self, num_tokens: int, chunk_len: int) -> int:
+        """The most pages that a sequence must hold at once on its way to `num_tokens`, in chunks of up to `chunk_len`.
+
+        A chunk's queries see `window + chunk_len - 1` keys between them: so many pages, and one for both ends.
+        """
+        num_pages = self.num_pages_for(num_tokens)
+        if self.window is None:
+            return num_pages
+        return min(num_pages, 1 + self.num_pages_for(self.window + chunk_len - 2))
 
     def allocate(self, n: int) -> list[int]:
         """`n` pages with one reference each, or OutOfPages with nothing taken."""

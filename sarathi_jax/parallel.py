@@ -1,7 +1,7 @@
 """Devices for a model: replicas, pipeline stages, tensor groups; a mesh for each stage, and where arrays go on it.
 
 A mesh has one axis, "tensor". Pipeline stages and replicas have meshes of their own: nothing is computed across them,
-what passes from one to the next does so explicitly.
+what passes from one to the next does so explicitly (`pipeline.Hop`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sarathi_jax.axes import MESH_AXES, TENSOR
+from sarathi_jax.axes import MESH_AXES, STAGE, TENSOR
 from sarathi_jax.config import check_positive
 
 POOL_AXES = (None, "kv_heads", None, None)
@@ -68,6 +68,12 @@ class Parallel:
 
 def tensor_mesh(devices: Sequence[Any]) -> Mesh:
     return jax.make_mesh((len(devices),), (TENSOR,), axis_types=(AxisType.Auto,), devices=list(devices))
+
+
+def joined(meshes: Sequence[Mesh]) -> Mesh:
+    """One mesh of several tensor groups, with an axis "stage" before theirs."""
+    devices = np.stack([mesh.devices for mesh in meshes])
+    return Mesh(devices, (STAGE, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def partition(axes: Sequence[str | None]) -> PartitionSpec:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sarathi_jax import budget
+from sarathi_jax import budget, device
 from sarathi_jax.attention import xla
 from sarathi_jax.budget import Iteration, Sample, TimeModel
-from sarathi_jax.device import processor
 from sarathi_jax.progress import progress_bar
 from sarathi_jax.request import Chunk, Request, SamplingParams, Sequence, StepPlan
 from sarathi_jax.runner import Runner
+from sarathi_jax.schedulers import Sarathi
 
 
 class IterationTime(NamedTuple):
@@ -124,18 +124,34 @@ def time_model(
     runner: Runner, *, max_model_len: int, max_tokens: int, folder: Path | None, progress: bool | None = None
 ) -> TimeModel:
     """`calibrate` under a bar, or the result of an earlier one in `folder` on the same machine, model and shapes."""
-    name = machine(runner, max_tokens)
-    path = None if folder is None else folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
-    if path is not None and path.exists():
-        with contextlib.suppress(ValueError):  # unreadable: measured again
-            model = TimeModel.load(path)
-            if model.machine == name:
-                return model
-    with progress_bar("calibrating", "iterations", show=progress) as report:
-        model = calibrate(runner, max_model_len=max_model_len, max_tokens=max_tokens, progress=report)
-    if path is not None:
-        model.save(path)
+    model = None if folder is None else kept_time_model(runner, max_tokens=max_tokens, folder=folder)
+    if model is None:
+        with progress_bar("calibrating", "iterations", show=progress) as report:
+            model = calibrate(runner, max_model_len=max_model_len, max_tokens=max_tokens, progress=report)
+        if folder is not None:
+            model.save(_path(folder, machine(runner, max_tokens)))
     return model
+
+
+def kept_time_model(runner: Runner, *, max_tokens: int, folder: Path) -> TimeModel | None:
+    """What `time_model` has left in the folder; None where that is nothing, or unreadable."""
+    name = machine(runner, max_tokens)
+    with contextlib.suppress(ValueError):
+        model = TimeModel.load(_path(folder, name))
+        return model if model.machine == name else None
+    return None
+
+
+def token_budget(config: Sarathi, model: TimeModel, max_model_len: int) -> int:
+    """The largest that holds the policy's SLO, all decodes and the chunk half-way through the model's length."""
+    assert config.tbt_slo_s is not None
+    return budget.choose_budget(
+        model,
+        tbt_slo_s=config.tbt_slo_s,
+        max_num_seqs=config.max_num_seqs,
+        context=max(max_model_len // 2, 1),
+        tile=device.tile(),
+    )
 
 
 def fit(runner: Runner, samples: list[Sample], held_out: list[Sample], *, max_tokens: int) -> TimeModel:
@@ -149,6 +165,10 @@ def fit(runner: Runner, samples: list[Sample], held_out: list[Sample], *, max_to
     )
 
 
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+
 def _shapes(runner: Runner, max_tokens: int) -> list[int]:
     shapes = runner.shapes.num_tokens
     return [rows for rows in shapes if rows <= max_tokens] or [shapes[0]]
@@ -156,11 +176,14 @@ def _shapes(runner: Runner, max_tokens: int) -> list[int]:
 
 def machine(runner: Runner, max_tokens: int) -> str:
     """What a time model holds for: device, jax, model, dtype and shapes."""
-    c, s, device = runner.config, runner.shapes, jax.devices()[0]
+    c, s, first = runner.config, runner.shapes, jax.devices()[0]
     rows = ",".join(map(str, _shapes(runner, max_tokens)))
     stages = "".join(f" tensor-{mesh.size}" for mesh in runner.meshes)
+    processes = {each.process_index for mesh in runner.meshes for each in mesh.devices.flat}
+    if len(processes) > 1:
+        stages += f" processes-{len(processes)}"
     return (
-        f"{device.platform} {device.device_kind} {processor()} jax-{jax.__version__} "
+        f"{first.platform} {first.device_kind} {device.processor()} jax-{jax.__version__} "
         f"{c.architecture} {c.num_layers}x{c.hidden_size}"
         f"x{c.intermediate_size} {c.num_heads}/{c.num_kv_heads}x{c.head_dim} vocab-{c.vocab_size} "
         f"{runner.kv.k.dtype.name} pages-of-{s.page_size} rows-{rows} seqs-{s.num_slots}{stages}"

@@ -19,9 +19,9 @@ class Replay:
     """The iterations of a report as a simulator's cost: `Simulator(config, Replay(report), ...)`.
 
     Iteration k is planned when the measured one was, and read when that was read; a request is sent before it if it was
-    then. With the engine's configuration, pool, `lookahead` and workload a simulator makes the same plans; the first
-    that differs raises `ReplayDeparted`. Requests that ended early (EOS, a stop string) do so again. The run must be
-    whole, and of one engine: nothing stopped or aborted.
+    then. With the engine's configuration, pool, window, `lookahead` and workload a simulator makes the same plans; the
+    first that differs raises `ReplayDeparted`. Requests that ended early (EOS, a stop string) do so again. The run must
+    be whole, and of one engine: nothing stopped or aborted.
     """
 
     def __init__(self, report: Report):
@@ -77,5 +77,5 @@ class Replay:
                 f"the replay departs at iteration {k}, {self.iterations[k].start_s:.6f} s: measured "
                 f"{show(c for c in measured if c not in planned) or 'nothing else'}, planned "
                 f"{show(c for c in planned if c not in measured) or 'nothing else'}, of {len(measured)} and "
-                f"{len(planned)} chunks; are policy, pool, lookahead and workload those of the run?"
+                f"{len(planned)} chunks; are policy, pool, window, lookahead and workload those of the run?"
             )

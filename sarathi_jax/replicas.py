@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sarathi_jax.engine import Engine
 from sarathi_jax.models.decoder import Decoder
 from sarathi_jax.outputs import RequestOutput, StepStats
@@ -19,17 +21,17 @@ class Replicas:
     """`parallel.data` engines with the use of one: add requests, call `step`. Arguments as `Engine`.
 
     A request goes, as it is added, to the replica with the fewest tokens left to run, outputs to come included. Every
-    step sends off work on all replicas before it waits for one of them.
+    step sends off work on all replicas before it waits for one of them. All are in this process.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None, *, parallel: Parallel, **options: Any):
-        self._start([Engine(model, tokenizer, parallel=each, **options) for each in parallel.replicas()])
+        self._start([Engine(model, tokenizer, parallel=each, **options) for each in _replicas(parallel)])
 
     @classmethod
     def load(cls, model: str | Path, *, parallel: Parallel, **options: Any) -> Replicas:
         """As `Engine.load`; every replica reads the checkpoint."""
         replicas = cls.__new__(cls)
-        replicas._start([Engine.load(model, parallel=each, **options) for each in parallel.replicas()])
+        replicas._start([Engine.load(model, parallel=each, **options) for each in _replicas(parallel)])
         return replicas
 
     def _start(self, engines: list[Engine]) -> None:
@@ -135,3 +137,14 @@ class Replicas:
         """As `Engine.check_integrity`, of every replica."""
         for engine in self.engines:
             engine.check_integrity()
+
+
+def _replicas(parallel: Parallel) -> list[Parallel]:
+    each = parallel.replicas()
+    if any(device.process_index != jax.process_index() for one in each for device in one.devices or ()):
+        raise ValueError(
+            f"data={parallel.data} takes devices of other processes, and the replicas behind a queue are in one: make "
+            f"an engine, or replicas, in each process on its own devices (devices=jax.local_devices()), and share "
+            f"requests out among the processes"
+        )
+    return each

@@ -130,7 +130,7 @@ class Sequence:
 
     Tokens are prompt + outputs; `num_pending` further ones are sampled on the device and not read yet. `num_tokens`
     counts all three: sampling adds to it, and reading, which moves a token from pending to outputs, changes nothing.
-    `num_computed` counts the tokens whose K and V are in `page_ids`, or will be once the steps planned so far have run.
+    `num_computed` counts the tokens whose K and V are in its pages, or will be once the steps planned so far have run.
     """
 
     request: Request
@@ -147,6 +147,9 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
+    num_released: int = 0
+    """Pages before those of `page_ids`, given back when the window had passed them."""
+
     slot: int | None = None
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
@@ -169,6 +172,11 @@ class Sequence:
             f"outputs={len(self.output_token_ids)}+{self.num_pending}, computed={self.num_computed}, "
             f"pages={len(self.page_ids)})"
         )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages from its first token to the last it has a place for, whether held or given back."""
+        return self.num_released + len(self.page_ids)
 
     @property
     def num_uncomputed(self) -> int:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int32
 
 from sarathi_jax import parallel
 from sarathi_jax.arrays import AnyArray
+from sarathi_jax.attention import pool_head_size
 from sarathi_jax.batch import BatchBuilder, BuiltBatch, HybridBatch
 from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.decoder import Decoder, KVPool
@@ -169,7 +170,7 @@ class ModelRunner:
             if progress:
                 progress(done, total)
         with ThreadPoolExecutor(num_threads) as threads:
-            lowered = ((n, self._lower(n)) for n in reversed(todo))  # tracing holds the interpreter, compiling does not
+            lowered = ((n, self.lower(n)) for n in reversed(todo))  # tracing holds the interpreter, compiling does not
             futures = {n: threads.submit(low.compile) for n, low in lowered}
             for n, future in futures.items():
                 self._compiled[n] = future.result()
@@ -177,6 +178,29 @@ class ModelRunner:
                 if progress:
                     progress(done, total)
         return todo
+
+    def lower(self, num_rows: int) -> jax.stages.Lowered:
+        """The step of so many rows, traced: what `compile` compiles."""
+        arguments: list[Any] = [self._leaves, self.kv, self._state, self.builder.empty(num_rows)]
+        if not self.is_first:
+            shape = num_rows, self.config.hidden_size
+            arguments.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._everywhere))
+        if self.mesh is None:
+            return jax.jit(self._step, donate_argnums=(1, 2)).lower(*arguments)
+        whole = PartitionSpec()
+        pool = parallel.partition(parallel.POOL_AXES)
+        leaves = tuple(leaf.sharding.spec for leaf in self._leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        step = jax.shard_map(
+            self._step, mesh=self.mesh, in_specs=(leaves, pool, *[whole] * (len(arguments) - 2)),
+            out_specs=(whole, pool, whole), check_vma=False,
+        )  # fmt: skip
+        mesh = self.mesh
+        place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        in_shardings = place((leaves, pool, *[whole] * (len(arguments) - 2)))
+        jitted = jax.jit(
+            step, donate_argnums=(1, 2), in_shardings=in_shardings, out_shardings=place((whole, pool, whole))
+        )
+        return jitted.lower(*arguments)
 
     def execute(self, plan: StepPlan) -> DeviceStep:
         """Dispatch a plan and return at once. A shape that `warm_up` has not compiled is compiled now."""
@@ -224,7 +248,7 @@ class ModelRunner:
 
     def _program(self, num_rows: int) -> Callable:
         if num_rows not in self._compiled:
-            self._compiled[num_rows] = self._lower(num_rows).compile()
+            self._compiled[num_rows] = self.lower(num_rows).compile()
         return self._compiled[num_rows]
 
     def _make_state(self) -> SlotState | tuple[()]:
@@ -244,28 +268,6 @@ class ModelRunner:
         stop_ids = (*self.stop_ids, *(seq.params.stop_token_ids or ()))
         rows = slot_rows(seq.params, seq.prompt_token_ids, seq.output_token_ids, stop_ids, self._num_logits)
         self._state = self._write_slot(self._state, np.int32(seq.slot), *rows)
-
-    def _lower(self, num_rows: int):
-        arguments: list[Any] = [self._leaves, self.kv, self._state, self.builder.empty(num_rows)]
-        if not self.is_first:
-            shape = num_rows, self.config.hidden_size
-            arguments.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._everywhere))
-        if self.mesh is None:
-            return jax.jit(self._step, donate_argnums=(1, 2)).lower(*arguments)
-        whole = PartitionSpec()
-        pool = parallel.partition(parallel.POOL_AXES)
-        leaves = tuple(leaf.sharding.spec for leaf in self._leaves)  # pyright: ignore[reportAttributeAccessIssue]
-        step = jax.shard_map(
-            self._step, mesh=self.mesh, in_specs=(leaves, pool, *[whole] * (len(arguments) - 2)),
-            out_specs=(whole, pool, whole), check_vma=False,
-        )  # fmt: skip
-        mesh = self.mesh
-        place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        in_shardings = place((leaves, pool, *[whole] * (len(arguments) - 2)))
-        jitted = jax.jit(
-            step, donate_argnums=(1, 2), in_shardings=in_shardings, out_shardings=place((whole, pool, whole))
-        )
-        return jitted.lower(*arguments)
 
     def _compile_write_slot(self) -> Callable:
         v = self._num_logits
@@ -293,10 +295,19 @@ class ModelRunner:
 
 
 class DeviceStep:
-    """A dispatched step. `stage_outputs`: what each stage of a pipeline leaves, the last one's is `output`."""
+    """A dispatched step.
+
+    `stage_outputs`: what each stage of a pipeline leaves, the last one's is `output`; None of another process's stages.
+    `relay` brings the results where they are not.
+    """
 
     def __init__(
-        self, built: BuiltBatch, output: StepOutput, stage_outputs: tuple[Any, ...] = (), collective_bytes: int = 0
+        self,
+        built: BuiltBatch,
+        output: StepOutput | None,
+        stage_outputs: tuple[Any, ...] = (),
+        collective_bytes: int = 0,
+        relay: Callable[[ReadStep | None], ReadStep] | None = None,
     ):
         self.stage_outputs = stage_outputs
         self.collective_bytes = collective_bytes
@@ -304,30 +315,41 @@ class DeviceStep:
         self.num_padding = built.num_padding
         self._built = built
         self._output = output
+        self._relay = relay
 
     def is_ready(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether `read` would not wait; of a step whose last stage is in this process."""
+        assert self._output is not None
         return self._output.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self) -> ReadStep:
         """Wait for the step and fetch its results."""
+        step = None if self._output is None else self._fetch(self._output)
+        if self._relay is not None:
+            step = self._relay(step)._replace(first_rows=self._built.first_rows)
+        if step is None:
+            raise RuntimeError("the last stage is another process's: distributed.serve brings its results")
+        return step
+
+    def _fetch(self, output: StepOutput) -> ReadStep:
         batch = self._built.batch
         fetch = lambda scores: TokenScores(*map(np.asarray, scores))
         return ReadStep(
-            tokens=np.asarray(self._output.tokens).tolist(),
-            scores=fetch(self._output.scores) if batch.sampling.any_logprobs else None,
-            prompt_scores=fetch(self._output.prompt_scores) if batch.any_targets else None,
+            tokens=np.asarray(output.tokens).tolist(),
+            scores=fetch(output.scores) if batch.sampling.any_logprobs else None,
+            prompt_scores=fetch(output.prompt_scores) if batch.any_targets else None,
             first_rows=self._built.first_rows,
         )
 
 
-def make_pool(config, shapes: Shapes, dtype, mesh: Mesh | None = None) -> KVPool:
+def make_pool(config: ModelConfig, shapes: Shapes, dtype, mesh: Mesh | None = None) -> KVPool:
     """Zeroed keys and values of all layers, a sink page for each; two buffers of their own, as both are donated.
 
     On a mesh `config` is one device's share, and each device has its own heads.
     """
     kv_heads = config.num_kv_heads * (1 if mesh is None else mesh.size)
-    shape = config.num_layers * (shapes.num_pages + 1), kv_heads, shapes.page_size, config.head_dim
+    head_size = pool_head_size(config.head_dim)
+    shape = config.num_layers * (shapes.num_pages + 1), kv_heads, shapes.page_size, head_size
     make = lambda: KVPool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     return make() if mesh is None else jax.jit(make, out_shardings=parallel.sharding(mesh, parallel.POOL_AXES))()
 

@@ -37,7 +37,8 @@ class Shapes:
 
     num_tokens: T of each shape, ascending. num_rows: sequence rows S (the same in every shape, padded). num_slots: live
     sequences; row and slot `num_slots` of device state is the sink. max_pages: N, width of the page table, the most
-    pages that a sequence can have. num_pages: the pool's pages; page `num_pages` is the sink.
+    pages that a sequence can have, those behind a window included. num_pages: the pool's pages; page `num_pages` is the
+    sink.
     """
 
     num_tokens: tuple[int, ...]
@@ -49,14 +50,17 @@ class Shapes:
 
     @classmethod
     def make(
-        cls, *, max_tokens: int, tile: int, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int
-    ) -> Shapes:
+        cls, *, max_tokens: int, tile: int, max_num_seqs: int, max_model_len: int, page_size: int, num_pages: int,
+        window: int | None = None,
+    ) -> Shapes:  # fmt: skip
+        """`window` as in `PagePool`: with one, a sequence can have more pages than there are, one after the other."""
+        max_pages = -(-max_model_len // page_size)
         return cls(
             num_tokens=token_shapes(max(max_tokens, max_num_seqs), tile),
             num_rows=round_up(max_num_seqs, _SMALLEST),
             num_slots=max_num_seqs,
             page_size=page_size,
-            max_pages=min(-(-max_model_len // page_size), num_pages),
+            max_pages=min(max_pages, num_pages) if window is None else max_pages,
             num_pages=num_pages,
         )
 

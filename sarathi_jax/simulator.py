@@ -29,6 +29,7 @@ class Simulator:
     takes as long as `cost` says: a cost for schedulers (one stage), a `cost_model.StageCost`, or a `Replay`. The clock
     is virtual and starts at `start_s`. Tokens are counted and not made: prompts matter by their length, outputs end by
     length alone, and a request's outputs are handed out with its first token and at its end, times complete.
+    `kv_window`: a model's own, behind which an engine gives pages back; None keeps all.
 
     One stage runs as the engine does: `lookahead` 0 plans a step when the one before is read, 1 while it runs, which
     hides `host_s`. In a pipeline as many micro-batches are in flight as there are stages, each planned just before the
@@ -54,6 +55,7 @@ class Simulator:
         *,
         num_pages: int,
         page_size: int = 16,
+        kv_window: int | None = None,
         max_model_len: int,
         lookahead: int = 0,
         overlap_chunks: bool = True,
@@ -82,7 +84,7 @@ class Simulator:
         """The iteration read last."""
         self._replicas: list[Replica] = []
         for index in range(num_replicas):
-            pool = PagePool(num_pages, page_size)
+            pool = PagePool(num_pages, page_size, kv_window)
             built = scheduler.build(
                 pool,
                 max_model_len=max_model_len,

@@ -68,18 +68,6 @@ class SchedulerConfig(abc.ABC):
         token budget was left None; `limits` go to the scheduler."""
 
 
-def resolve_token_budget(token_budget: int | None, *, tile: int, default: int) -> int:
-    """The budget in force, `default` for None; ValueError unless it is a multiple of the tile."""
-    check_positive("tile", tile)
-    check_positive("default_token_budget", default)
-    budget = default if token_budget is None else token_budget
-    if budget % tile:
-        below = budget // tile * tile
-        nearest = f"{below} or {below + tile}" if below else f"{tile}"
-        raise ValueError(f"token_budget={budget} must be a multiple of the matmul tile {tile}; nearest: {nearest}")
-    return budget
-
-
 def arrival_order(seq: Sequence) -> tuple[int, float, int]:
     """First come, first served within a priority: the order of all policies here."""
     return (seq.request.priority, seq.request.arrival_time_s, seq.seq_id)
@@ -105,6 +93,8 @@ class Scheduler(abc.ABC):
     Preemption is by recompute: pages and slot are given back, outputs are kept, and the sequence waits at the place its
     arrival gives it, ahead of all later ones. It comes back when no token of it is unread, and runs prompt and outputs
     through the model again, in chunks like any prompt.
+    Where the pool has a window, a running sequence gives back pages that none of its queries to come sees: what it
+    holds does not grow with its length, and a prompt in chunks may be longer than the pool.
     """
 
     max_step_tokens: int
@@ -169,9 +159,10 @@ class Scheduler(abc.ABC):
         return sum([seq.max_total_tokens - seq.num_computed for seq in (*self.running, *self.waiting)])
 
     def max_total_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Tokens of prompt and output that a sequence may have here: what was asked for, or all that pool and model
-        hold."""
-        room = self.pool.num_pages * self.pool.page_size + 1  # the last token needs no page
+        """Tokens of prompt and output that a sequence may have: what was asked for, or all that pool and model hold."""
+        room = self.max_model_len
+        if self._most_pages(room - 1) > self.pool.num_pages:
+            room = self.pool.num_pages * self.pool.page_size + 1  # the last token needs no page
         asked = room if max_tokens is None else prompt_len + max_tokens
         return max(min(self.max_model_len, asked), prompt_len + 1)
 
@@ -191,13 +182,13 @@ class Scheduler(abc.ABC):
                 f"max_model_len={self.max_model_len}; the prompt may have at most max_model_len - 1 tokens"
             )
         num_tokens = max(seq.prompt_len + 1, seq.max_total_tokens)
-        num_pages = self.pool.num_pages_for(num_tokens - 1)
+        num_pages = self._most_pages(num_tokens - 1)
         if num_pages > self.pool.num_pages:
             raise ValueError(
                 f"request {seq.request.request_id!r} is too long for the KV cache: {asked}, "
                 f"max_model_len={self.max_model_len}; up to {num_tokens} tokens need {num_pages} pages of "
                 f"{self.pool.page_size} and the pool has {self.pool.num_pages}; "
-                f"raise num_pages of the cache, or lower max_tokens or max_model_len"
+                f"raise num_pages of the cache, or lower max_tokens, max_model_len or, with a window, the token budget"
             )
         assert seq.prompt_len < seq.max_total_tokens <= self.max_model_len, f"{seq.max_total_tokens=} of {seq}"
         assert seq.status is Status.WAITING, f"added twice: {seq}"
@@ -228,7 +219,8 @@ class Scheduler(abc.ABC):
         assert sorted(slots, key=str) == sorted(all_slots, key=str), f"slots are lost or doubled: {slots}"
         for seq in self.running:
             num_pages = 0 if seq.at_limit else self.pool.num_pages_for(seq.num_computed)
-            assert len(seq.page_ids) >= num_pages, f"{seq} must hold {num_pages} pages"
+            assert seq.num_pages >= num_pages, f"{seq} must have {num_pages} pages"
+            assert seq.num_released <= self.pool.num_behind(seq.num_computed), f"pages that {seq} sees are released"
             assert 0 <= seq.num_computed <= seq.num_tokens <= seq.max_total_tokens, f"counts of {seq}"
             num_tokens = seq.prompt_len + len(seq.output_token_ids) + seq.num_pending
             assert seq.num_tokens == num_tokens, f"{seq} counts {seq.num_tokens} tokens and has {num_tokens}"
@@ -239,14 +231,16 @@ class Scheduler(abc.ABC):
         """Running sequences that can be planned now, oldest first: those decoding, and those with prompt left to run.
 
         In a pipeline a plan takes its share of all decodes (a `num_stages`-th, rounded up), so that none is empty.
-        Sequences whose last token is sampled give their pages back here: nothing will read them.
+        Pages that nothing will read are given back here: those behind a window, and all when the last token is sampled.
         """
-        decodes, prefills, num_decoding, lookahead = [], [], 0, self.lookahead
+        decodes, prefills, num_decoding, lookahead, has_window = [], [], 0, self.lookahead, self.pool.window is not None
         for seq in self.running:  # each of them in every iteration: written out for speed, as in `_plan_decodes`
             num_tokens = seq.num_tokens
             if num_tokens >= seq.max_total_tokens:
                 self._release_pages(seq)
                 continue
+            if has_window:
+                self._release_behind(seq)
             if num_tokens - seq.num_computed == 1 and num_tokens > seq.prompt_len:
                 num_decoding += 1
                 if seq.num_pending <= lookahead and not seq.num_in_flight:
@@ -322,11 +316,15 @@ class Scheduler(abc.ABC):
 
     def _num_tokens_that_fit(self, seq: Sequence) -> int:
         """How many more tokens of `seq` have a place in its own pages and the available ones."""
-        return (len(seq.page_ids) + self.pool.num_available) * self.pool.page_size - seq.num_computed
+        return (seq.num_pages + self.pool.num_available) * self.pool.page_size - seq.num_computed
+
+    def _most_pages(self, num_tokens: int) -> int:
+        """The most that a sequence holds on its way to so many tokens, in whatever chunks the policy cuts."""
+        return self.pool.most_pages(num_tokens, self.max_step_tokens)
 
     def _ensure_pages(self, seq: Sequence, end: int) -> bool:
-        """Have `seq` hold pages for positions [0, end); False, with nothing taken, if the pool cannot give them."""
-        num_missing = self.pool.num_pages_for(end) - len(seq.page_ids)
+        """Have `seq` hold pages for positions up to `end`; False, with nothing taken, if the pool cannot give them."""
+        num_missing = self.pool.num_pages_for(end) - seq.num_pages
         if num_missing > self.pool.num_available:
             return False
         if num_missing > 0:
@@ -334,7 +332,7 @@ class Scheduler(abc.ABC):
         return True
 
     def _make_room(self, draft: Draft, seq: Sequence, end: int) -> bool:
-        """Pages for positions [0, end), by preempting the latest arrivals that are not in the draft.
+        """Pages for positions up to `end`, by preempting the latest arrivals that are not in the draft.
 
         `seq` itself goes if it is the last: False. Never one that is older.
         """
@@ -379,14 +377,14 @@ class Scheduler(abc.ABC):
     def _can_admit(self, seq: Sequence, num_tokens: int) -> bool:
         """Is there a slot, and room for a first chunk of `num_tokens` that leaves the watermark free?
 
-        The watermark is waived while nothing is held. A preempted sequence comes back only when all its tokens fit and
-        all of them are known to the host, so that it does not lose its pages again half-way.
+        The watermark is waived while nothing is held. A preempted sequence comes back only when all its tokens fit (as
+        many as a window leaves) and are known to the host, so that it does not lose its pages again half-way.
         """
         if not self._free_slots or seq.num_pending or seq.num_in_flight:
             return False
         if self.reserves:
             return self.pool.num_pages_for(self.max_model_len) <= self.pool.num_available
-        num_pages = self.pool.num_pages_for(seq.num_tokens if seq.num_preemptions else num_tokens)
+        num_pages = self._most_pages(seq.num_tokens) if seq.num_preemptions else self.pool.num_pages_for(num_tokens)
         return num_pages + (self._num_spare if self.pool.num_held else 0) <= self.pool.num_available
 
     def _admit(self, draft: Draft, seq: Sequence) -> None:
@@ -403,7 +401,7 @@ class Scheduler(abc.ABC):
         """Commit the next `num_tokens` of `seq`, whose pages are held, to the draft."""
         start = seq.num_computed
         seq.num_computed += num_tokens
-        assert seq.num_computed <= len(seq.page_ids) * self.pool.page_size, f"no pages for a chunk of {seq}"
+        assert seq.num_computed <= seq.num_pages * self.pool.page_size, f"no pages for a chunk of {seq}"
         assert seq.num_uncomputed >= 0, f"a chunk beyond the tokens of {seq}"
         samples = seq.num_uncomputed == 0
         if samples:
@@ -425,6 +423,14 @@ class Scheduler(abc.ABC):
         if seq.page_ids:
             self.pool.free(seq.page_ids)
             seq.page_ids = []
+        seq.num_released = 0
+
+    def _release_behind(self, seq: Sequence) -> None:
+        """Pages that no query from the next one on sees."""
+        num_pages = self.pool.num_behind(seq.num_computed) - seq.num_released
+        if num_pages > 0:
+            self.pool.free(seq.page_ids[:num_pages])
+            seq.page_ids, seq.num_released = seq.page_ids[num_pages:], seq.num_released + num_pages
 
     def _release_slot(self, seq: Sequence) -> None:
         if seq.slot is not None:

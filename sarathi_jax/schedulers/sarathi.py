@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self, Unpack
 from sarathi_jax.config import check_number, check_positive
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Sequence, StepPlan
-from sarathi_jax.schedulers.base import IterationCost, Limits, Scheduler, SchedulerConfig, resolve_token_budget
+from sarathi_jax.schedulers.base import IterationCost, Limits, Scheduler, SchedulerConfig
 from sarathi_jax.schedulers.draft import Draft
 
 
@@ -92,13 +92,13 @@ class SarathiScheduler(Scheduler):
     def _admit_urgent(self, draft: Draft) -> None:
         """The head of the queue displaces running sequences of a strictly worse priority, the worst first.
 
-        It takes pages for all its tokens at once, so that those it goes before cannot stop it half-way. Nobody is
-        preempted if all of them would not be enough.
+        It takes pages for all its tokens at once (as many as a window leaves), so that those it goes before cannot stop
+        it half-way. Nobody is preempted if all of them would not be enough.
         """
         self._by_kind()  # pages that nobody will read are free
         while self.waiting:
             seq = self.waiting[0]
-            num_pages = self.pool.num_pages_for(seq.num_tokens)
+            num_pages = self._most_pages(seq.num_tokens)
             worse = [s for s in self.running if s.request.priority > seq.request.priority and not s.at_limit]
             obtainable = self.pool.num_available + sum(len(s.page_ids) for s in worse)
             if not worse or seq.num_pending or num_pages > obtainable:
@@ -107,7 +107,7 @@ class SarathiScheduler(Scheduler):
             while not self._free_slots or num_pages > self.pool.num_available:
                 self._preempt(draft, worse.pop())
             self._admit(draft, seq)
-            self._ensure_pages(seq, seq.num_tokens)
+            self._ensure_pages(seq, num_pages * self.pool.page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,8 @@ class Sarathi(SchedulerConfig):
     `token_budget`: tokens of one iteration, decodes included; a multiple of the matmul tile; None is the platform's
     default. All decodes run even if they are more than the budget. With token_budget >= max_num_seqs + tile at least
     one tile is left for prompts in every iteration, so that decodes cannot starve them; less than that is allowed and
-    warned of. "auto", with `tbt_slo_s`: measured by the engine, the largest that holds this time between tokens.
+    warned of. "auto", with `tbt_slo_s`: measured by the engine, the largest that holds this time between tokens with a
+    tenth to spare.
 
     `long_prefill_token_threshold`: most tokens of one prompt in one iteration, so that a long prompt leaves some of the
     budget to the prompts behind it.
@@ -181,7 +182,7 @@ class Sarathi(SchedulerConfig):
                 f'token_budget="auto" (tbt_slo_s={self.tbt_slo_s}) has to be measured first: let the engine do it, or '
                 f"build .resolved(token_budget)"
             )
-        budget = resolve_token_budget(self.token_budget, tile=tile, default=default_token_budget)
+        budget = _budget_in_force(self.token_budget, tile=tile, default=default_token_budget)
         warned = self.token_budget is not None and self.token_budget < self.max_num_seqs
         if budget < self.max_num_seqs + tile and not warned:
             self._warn(budget, f"{self.max_num_seqs} + tile={tile}", stacklevel=3)
@@ -206,6 +207,18 @@ class Sarathi(SchedulerConfig):
         )
 
 
+def _budget_in_force(token_budget: int | None, *, tile: int, default: int) -> int:
+    """The budget in force, `default` for None; ValueError unless it is a multiple of the tile."""
+    check_positive("tile", tile)
+    check_positive("default_token_budget", default)
+    budget = default if token_budget is None else token_budget
+    if budget % tile:
+        below = budget // tile * tile
+        nearest = f"{below} or {below + tile}" if below else f"{tile}"
+        raise ValueError(f"token_budget={budget} must be a multiple of the matmul tile {tile}; nearest: {nearest}")
+    return budget
+
+
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig(SchedulerConfig):
     """Settings of a policy that takes something away from Sarathi: its `token_budget` and nothing else."""
@@ -222,5 +235,5 @@ class AblationConfig(SchedulerConfig):
     def build(
         self, pool: PagePool, *, tile: int, default_token_budget: int = 512, **limits: Unpack[Limits]
     ) -> SarathiScheduler:
-        budget = resolve_token_budget(self.token_budget, tile=tile, default=default_token_budget)
+        budget = _budget_in_force(self.token_budget, tile=tile, default=default_token_budget)
         return self.scheduler_class(self, pool, token_budget=budget, tile=tile, **limits)

@@ -1,6 +1,6 @@
 """Compile the attention kernels and whole hybrid steps for devices that are not here, and look at what comes out.
 
-python tests/aot/compile_ahead.py tpu|cuda
+python tests/aot/compile_ahead.py tpu|cuda [part of "target, program"]
 
 Prints a table; exits 1 when a program does not compile, does not hold the kernel, copies the KV pool, needs more memory
 than the device has, or communicates where it should not. `.ci/aot` makes the environments.
@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from targets import TARGETS, Target
 
 from sarathi_jax import parallel, runner
-from sarathi_jax.attention import ragged_paged_attention
+from sarathi_jax.attention import pool_head_size, ragged_paged_attention
 from sarathi_jax.axes import TENSOR
 from sarathi_jax.config import ModelConfig
 from sarathi_jax.models.decoder import Decoder, KVPool
@@ -39,6 +39,10 @@ MODELS = {
     "small": ModelConfig(
         architecture="llama", vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_layers=4,
         num_heads=16, num_kv_heads=8, head_dim=128, max_position=8192,
+    ),
+    "heads of 64": ModelConfig(
+        architecture="llama", vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_layers=4,
+        num_heads=58, num_kv_heads=2, head_dim=64, max_position=8192,
     ),
     "8B": ModelConfig(
         architecture="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
@@ -80,11 +84,13 @@ def kernels(target: Target) -> Iterator[Program]:
         (512, 8, 1, 128, 16, {}),
         (2048, 64, 8, 128, 128, {}),
         (512, 24, 8, 64, 16, {"window": 1000}),
+        (64, 29, 1, 64, 16, {}),
+        (512, 71, 1, 64, 16, {}),
         (512, 16, 8, 256, 32, {"soft_cap": 50.0}),
     ):
-        if target.platform == "tpu" and head_size % 128:
-            continue  # served by XLA there
-        pool = abstract(target, (4096, kv_heads, page_size, head_size), jnp.bfloat16)
+        with target.at_hand():
+            pool_size = pool_head_size(head_size)
+        pool = abstract(target, (4096, kv_heads, page_size, pool_size), jnp.bfloat16)
         arguments = (
             abstract(target, (tokens, heads, head_size), jnp.bfloat16), pool, pool,
             i32((64,)), i32((64, 256)), i32((65,)), i32(()), i32(()),
@@ -99,7 +105,8 @@ def steps(target: Target) -> Iterator[Program]:
     for name, config in MODELS.items():
         part = ModelPart.whole(config, target.num_devices)
         weights = {key: abstract(target, spec.shape, jnp.bfloat16, spec.axes) for key, spec in part.specs.items()}
-        local = jax.eval_shape(functools.partial(runner.make_pool, part.local_config, SHAPES, jnp.bfloat16))
+        with target.at_hand():
+            local = jax.eval_shape(functools.partial(runner.make_pool, part.local_config, SHAPES, jnp.bfloat16))
         shape = (local.k.shape[0], local.k.shape[1] * target.num_devices, *local.k.shape[2:])
         pool = abstract(target, shape, jnp.bfloat16, parallel.POOL_AXES)
         run = make_runner(target, part, weights, KVPool(pool, pool))
@@ -107,7 +114,7 @@ def steps(target: Target) -> Iterator[Program]:
         for tokens in (64, 512):
             yield Program(
                 f"step of {name}, {tokens} rows",
-                functools.partial(run._lower, tokens),
+                functools.partial(run.lower, tokens),
                 sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in held),
                 local.k.shape,
                 {"all-reduce", "all-gather"} if target.num_devices > 1 else set(),
@@ -136,7 +143,7 @@ def examine(target: Target, program: Program) -> list[str]:
         print(f"| {target.name} | {program.name} | {program.held_bytes / 2**30:.2f} | does not fit | | | |", flush=True)
         return []
     start = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(target.mesh().abstract_mesh):  # the kernels ask it for the kind of device
+    with target.at_hand():
         lowered = program.lower()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -166,12 +173,14 @@ def examine(target: Target, program: Program) -> list[str]:
     return problems
 
 
-def main(platform: str) -> int:
+def main(platform: str, only: str = "") -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     print("| target | program | held GiB | temporary MiB | kernels | collectives | s |\n|---|---|---|---|---|---|---|")
     failures = 0
     for target in TARGETS[platform]:
         for program in itertools.chain(kernels(target) if target.num_devices == 1 else (), steps(target)):
+            if only not in f"{target.name}, {program.name}":
+                continue
             problems = examine(target, program)
             for problem in problems:
                 print(f"FAILED {target.name}, {program.name}: {problem}", flush=True)
@@ -180,4 +189,4 @@ def main(platform: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

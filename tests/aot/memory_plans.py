@@ -1,9 +1,10 @@
 """Memory plans against the compilers: whole steps of big models, compiled for devices that are not here.
 
-python tests/aot/memory_plans.py tpu|cuda [part of "device model"]
+python tests/aot/memory_plans.py tpu|cuda [part of "device model attention"]
 
 Prints, for the fullest device, what `sarathi_jax.plan` counts and what the compiled step holds at its peak, with a pool
-of all tokens that the plan finds room for; exits 1 when they differ by more than 5 %. In the environments of `.ci/aot`.
+of all tokens that the plan finds room for and each attention backend; exits 1 when they differ by more than 5 %. In the
+environments of `.ci/aot`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compile_ahead import abstract
 from targets import Target, _h100, _tpu
 
 from sarathi_jax import parallel, runner
+from sarathi_jax.attention import Backend
 from sarathi_jax.axes import TENSOR
 from sarathi_jax.memory_plan import MemoryPlan, plan
 from sarathi_jax.models.decoder import Decoder, KVPool
@@ -46,7 +48,9 @@ DEVICES = {
 }
 
 
-def stage_runner(target: Target, made: MemoryPlan, stage: int, num_pages: int) -> runner.ModelRunner:
+def stage_runner(
+    target: Target, made: MemoryPlan, stage: int, num_pages: int, attention: Backend
+) -> runner.ModelRunner:
     """A runner of one stage that has nothing but shapes."""
     shapes = Shapes.make(
         max_tokens=ROWS,
@@ -58,7 +62,9 @@ def stage_runner(target: Target, made: MemoryPlan, stage: int, num_pages: int) -
     )
     part = ModelPart(config=made.model, layers=made.stages[stage].layers, tensor=made.tensor)
     weights = {name: abstract(target, spec.shape, jnp.bfloat16, spec.axes) for name, spec in part.specs.items()}
-    local = jax.eval_shape(functools.partial(runner.make_pool, part.local_config, shapes, jnp.bfloat16)).k
+    make_pool = functools.partial(runner.make_pool, part.local_config, shapes, jnp.bfloat16)
+    with target.at_hand():
+        local = jax.eval_shape(make_pool).k
     pool = abstract(
         target, (local.shape[0], local.shape[1] * made.tensor, *local.shape[2:]), jnp.bfloat16, parallel.POOL_AXES
     )
@@ -70,7 +76,7 @@ def stage_runner(target: Target, made: MemoryPlan, stage: int, num_pages: int) -
         return jax.tree.map(lambda x: abstract(target, x.shape, x.dtype), state)
 
     single = made.tensor == 1
-    decoder = Decoder(part.local_config, weights, attention=target.backend, axis=None if single else TENSOR)
+    decoder = Decoder(part.local_config, weights, attention=attention, axis=None if single else TENSOR)
     with (
         mock.patch.object(runner, "make_pool", return_value=KVPool(pool, pool)),
         mock.patch.object(runner.ModelRunner, "_make_state", make_state),
@@ -82,12 +88,16 @@ def stage_runner(target: Target, made: MemoryPlan, stage: int, num_pages: int) -
 
 def main(platform: str, only: str = "") -> int:
     jax.config.update("jax_enable_compilation_cache", False)
-    print("| model | devices | stage | planned GiB (of these activations) | compiler's GiB (temporary) | off by | s |")
+    print(
+        "| model | devices | stage, attention | planned GiB (activations) | compiler's GiB (temporary) | off by | s |"
+    )
     print("|---|---|---|---|---|---|---|")
     failures = 0
     for device, make_target in DEVICES[platform].items():
         for model, tensor, pipeline in MODELS:
-            if only not in f"{device} {model}":
+            target = make_target(tensor)
+            attentions = [each for each in ("xla", target.backend) if only in f"{device} {model} {each}"]
+            if not attentions:
                 continue
             made = plan(
                 model, device, tensor * pipeline, tensor=tensor, pipeline=pipeline, max_num_seqs=SEQS,
@@ -98,16 +108,16 @@ def main(platform: str, only: str = "") -> int:
             if num_pages < 1:
                 print(f"{name} | | does not fit | | | |", flush=True)
                 continue
-            target = make_target(tensor)
-            for i, stage in enumerate(made.stages):
+            programs = [(*stage, attention) for attention in attentions for stage in enumerate(made.stages)]
+            for i, stage, attention in programs:
                 start = time.perf_counter()
-                run = stage_runner(target, made, i, num_pages)
-                with jax.sharding.use_abstract_mesh(target.mesh().abstract_mesh):
-                    lowered = run._lower(ROWS)
+                run = stage_runner(target, made, i, num_pages, attention)
+                with target.at_hand():
+                    lowered = run.lower(ROWS)
                 try:
                     memory = lowered.compile().memory_analysis()
                 except jax.errors.JaxRuntimeError as error:
-                    print(f"{name} | {i} | | {str(error).splitlines()[0]} | | |", flush=True)
+                    print(f"{name} | {i}, {attention} | | {str(error).splitlines()[0]} | | |", flush=True)
                     failures += 1
                     continue
                 held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -116,13 +126,12 @@ def main(platform: str, only: str = "") -> int:
                 counted = stage.weight_bytes + stage.state_bytes + stage.activation_bytes + pool
                 off = counted / found - 1
                 failures += abs(off) > TOLERANCE
-                planned, compiled = f"{counted / 2**30:.2f}", f"{found / 2**30:.2f}"
-                parts = f"{stage.activation_bytes / 2**30:.2f}", f"{memory.temp_size_in_bytes / 2**30:.2f}"
-                seconds = time.perf_counter() - start
-                print(
-                    f"{name} | {i} | {planned} ({parts[0]}) | {compiled} ({parts[1]}) | {off:+.1%} | {seconds:.0f} |",
-                    flush=True,
+                planned, compiled = (
+                    f"{total / 2**30:.2f} ({part / 2**30:.2f})"
+                    for total, part in ((counted, stage.activation_bytes), (found, memory.temp_size_in_bytes))
                 )
+                seconds = time.perf_counter() - start
+                print(f"{name} | {i}, {attention} | {planned} | {compiled} | {off:+.1%} | {seconds:.0f} |", flush=True)
     return int(failures > 0)
 
 

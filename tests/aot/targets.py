@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -51,6 +52,10 @@ class Target:
 
     def mesh(self) -> Mesh:
         return _mesh(self.platform, self.topology, self.num_devices)
+
+    def at_hand(self):
+        """A context in which pools and kernels are made for these chips: they ask the mesh for the kind of device."""
+        return jax.sharding.use_abstract_mesh(self.mesh().abstract_mesh)
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class Geometry:
     tokens: int = 320
     seqs: int = 12
     pages_per_seq: int = 48
+    pool_head_size: int | None = None  # of a padded pool
 
     @property
     def max_len(self) -> int:
@@ -51,8 +52,8 @@ class Setup(NamedTuple):
 
 SETUPS = {
     "xla": Setup(Geometry(), F32),
-    "pallas_gpu": Setup(Geometry(heads=6, head_size=64, page_size=32, pages_per_seq=24), BF16),
-    "pallas_tpu": Setup(Geometry(heads=6, head_size=128), F32),
+    "pallas_gpu": Setup(Geometry(heads=6, head_size=64, page_size=32, tokens=64, pages_per_seq=24), BF16),
+    "pallas_tpu": Setup(Geometry(heads=6, head_size=80, pool_head_size=128, tokens=64), F32),
 }
 KERNELS = [
     pytest.param(
@@ -95,8 +96,8 @@ class Case:
     """The arguments of one call, as NumPy arrays."""
 
     q: np.ndarray  # [T, H, D]
-    k_pages: np.ndarray  # [P, K, B, D]
-    v_pages: np.ndarray  # [P, K, B, D]
+    k_pages: np.ndarray  # [P, K, B, E], E >= D
+    v_pages: np.ndarray  # [P, K, B, E]
     kv_lens: np.ndarray  # i32[S]
     page_table: np.ndarray  # i32[S, N]
     cu_q_lens: np.ndarray  # i32[S + 1]
@@ -129,6 +130,23 @@ class Case:
             return np.where(np.isnan(x), rng.normal(size=x.shape).astype(x.dtype), x)
 
         return self.replace(q=heal(self.q), k_pages=heal(self.k_pages), v_pages=heal(self.v_pages))
+
+    def forgotten(self) -> Case:
+        """Keys that no query's window shows are gone: NaN where they were, and entries of whole pages of them name
+        other sequences' last pages and pages of NaN in turn."""
+        assert self.window is not None
+        k_pages, v_pages, page_table = self.k_pages.copy(), self.v_pages.copy(), self.page_table.copy()
+        page_size, rows = self.k_pages.shape[2], np.arange(self.num_seqs)
+        last_pages = self.page_table[rows, (self.kv_lens[: self.num_seqs] - 1) // page_size]
+        dead_pages = np.flatnonzero(np.isnan(self.k_pages.astype(np.float32)).all(axis=(1, 2, 3)))
+        for s, q_len in enumerate(np.diff(self.cu_q_lens)[: self.num_seqs]):
+            position = np.arange(max(0, self.kv_lens[s] - q_len + 1 - self.window))
+            for pool in (k_pages, v_pages):
+                pool[self.page_table[s, position // page_size], :, position % page_size] = np.nan
+            num_gone = len(position) // page_size
+            page_table[s, :num_gone] = last_pages[s - 1]
+            page_table[s, 1:num_gone:2] = dead_pages[0]
+        return self.replace(k_pages=k_pages, v_pages=v_pages, page_table=page_table)
 
     def solo(self, s: int) -> Case:
         """Sequence s alone, in the same shape."""
@@ -176,7 +194,8 @@ def make_case(
     num_pages = g.seqs * g.pages_per_seq + DEAD_PAGES
     order = rng.permutation(num_pages)
     dead, free = order[:DEAD_PAGES], iter(order[DEAD_PAGES:])
-    k_pages, v_pages = (np.full((num_pages, g.kv_heads, g.page_size, g.head_size), np.nan, np.float32) for _ in "kv")
+    shape = num_pages, g.kv_heads, g.page_size, g.pool_head_size or g.head_size
+    k_pages, v_pages = (np.full(shape, np.nan, np.float32) for _ in "kv")
     page_table = rng.integers(0, num_pages, (g.seqs, g.pages_per_seq))
     kv_lens = rng.integers(1, g.max_len + 1, g.seqs)
     for s, (_, kv_len) in enumerate(lens):
@@ -189,6 +208,7 @@ def make_case(
         position = np.arange(common * g.page_size, kv_len)
         for pool in (k_pages, v_pages):
             new = rng.normal(size=(len(position), g.kv_heads, g.head_size))
+            new = np.pad(new, ((0, 0), (0, 0), (0, pool.shape[3] - g.head_size)))
             pool[page_table[s, position // g.page_size], :, position % g.page_size] = new
 
     cu_q_lens = np.full(g.seqs + 1, sum(q_lens))
@@ -210,7 +230,8 @@ def compiled(backend: str, scale: float, window: int | None, soft_cap: float | N
         ragged_paged_attention, scale=scale, window=window, soft_cap=soft_cap, backend=backend,
         interpret=backend.startswith("pallas"),
     )  # fmt: skip
-    return fn if backend == "reference" else jax.jit(fn)
+    options = {"xla_backend_optimization_level": 0} if backend.startswith("pallas") else None  # the interpreter's
+    return fn if backend == "reference" else jax.jit(fn, compiler_options=options)
 
 
 def run(case: Case, backend: str) -> np.ndarray:

@@ -41,6 +41,16 @@ def test_every_token_lands_in_its_slot_and_nowhere_else(dtype):
         np.testing.assert_array_equal(np.asarray(result), want)
 
 
+def test_padding_of_a_pool_is_written_with_zeros():
+    """Whatever stood there: a zero in a query times NaN is NaN."""
+    k, v = new_kv(2)
+    garbage = jnp.full((PAGES, KV_HEADS, PAGE_SIZE, 128), jnp.nan)
+    for pages, x in zip(jax.jit(write_kv)(garbage, garbage, k, v, ids(4, 5), ids(1, 0)), (k, v), strict=True):
+        rows = np.asarray(pages)[[4, 5], :, [1, 0]]
+        np.testing.assert_array_equal(rows[..., :HEAD_SIZE], np.asarray(x))
+        assert not rows[..., HEAD_SIZE:].any()
+
+
 @DTYPES
 def test_padding_changes_only_the_sink_page(dtype):
     """Padding rows may repeat one sink slot, and hold anything."""

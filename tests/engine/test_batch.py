@@ -17,10 +17,10 @@ from sarathi_jax.shapes import Shapes
 PAGE_SIZE, MAX_LEN = 4, 60
 
 
-def make_shapes(max_num_seqs: int = 5, budget: int = 32, num_pages: int = 60) -> Shapes:
+def make_shapes(max_num_seqs: int = 5, budget: int = 32, num_pages: int = 60, window: int | None = None) -> Shapes:
     return Shapes.make(
         max_tokens=budget, tile=16, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, page_size=PAGE_SIZE,
-        num_pages=num_pages,
+        num_pages=num_pages, window=window,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def naive(plan: StepPlan, built: BuiltBatch, shapes: Shapes) -> None:
             pending = position >= len(all_ids)
             assert t.positions[row] == position
             assert t.prompt_lens[row] == seq.prompt_len
-            assert t.page_ids[row] == seq.page_ids[position // PAGE_SIZE]
+            assert t.page_ids[row] == seq.page_ids[position // PAGE_SIZE - seq.num_released]
             assert t.offsets[row] == position % PAGE_SIZE
             assert batch.from_device[row] == pending
             if pending:
@@ -86,8 +86,9 @@ def naive(plan: StepPlan, built: BuiltBatch, shapes: Shapes) -> None:
             row += 1
         assert batch.last_rows[i] == row - 1
         assert t.kv_lens[i] == c.end
-        assert t.page_table[i].tolist()[: len(seq.page_ids)] == seq.page_ids
-        assert (t.page_table[i, len(seq.page_ids) :] <= sink_page).all()
+        num_pages = seq.num_released + len(seq.page_ids)
+        assert t.page_table[i].tolist()[:num_pages] == [sink_page] * seq.num_released + seq.page_ids
+        assert (t.page_table[i, num_pages:] <= sink_page).all()
         p, samples = seq.params, c.samples
         assert s.slot[i] == (seq.slot if samples else sink_slot)
         assert s.suppress_stop[i] == (samples and c.end - seq.prompt_len < p.min_tokens)
@@ -127,12 +128,14 @@ def naive(plan: StepPlan, built: BuiltBatch, shapes: Shapes) -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 8])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_random_plans_are_laid_out_as_a_naive_builder_would(max_num_seqs, lookahead):
-    """Plans of the real scheduler: mid-prefill, decodes, preemption, slots and pages used again, unread tokens."""
+    """Plans of the real scheduler: mid-prefill, decodes, preemption, slots and pages used again, unread tokens, pages
+    given back behind a window (in a pool that could not hold the longest)."""
     seen: set[str] = set()
-    for seed in range(6):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
-        shapes = make_shapes(max_num_seqs, num_pages=30 if seed % 2 else 60)
-        pool = PagePool(shapes.num_pages, PAGE_SIZE)
+        window = None if seed < 6 else 9
+        shapes = make_shapes(max_num_seqs, num_pages=(60, 30)[seed % 2] if window is None else 11, window=window)
+        pool = PagePool(shapes.num_pages, PAGE_SIZE, window)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scheduler = sj.Sarathi(token_budget=32, max_num_seqs=max_num_seqs).build(
@@ -148,6 +151,7 @@ def test_random_plans_are_laid_out_as_a_naive_builder_would(max_num_seqs, lookah
                 naive(plan, built, shapes)
                 unread.append(plan)
                 seen |= {"preempted"} if plan.preempted else set()
+                seen |= {"released"} if any(c.sequence.num_released for c in plan.chunks) else set()
                 seen |= {"pending"} if built.batch.from_device.any() else set()
                 seen |= {"mixed"} if 0 < plan.num_decode_tokens < plan.num_tokens else set()
                 seen |= {f"{len(plan.chunks)} sequences"}
@@ -161,6 +165,7 @@ def test_random_plans_are_laid_out_as_a_naive_builder_would(max_num_seqs, lookah
             if not scheduler.has_unfinished:
                 break
         assert not scheduler.has_unfinished
+    assert "released" in seen
     assert "mixed" in seen or max_num_seqs == 1
     assert {f"{n} sequences" for n in range(1, max_num_seqs + 1)} <= seen
     assert "pending" in seen or not lookahead

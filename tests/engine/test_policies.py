@@ -16,8 +16,8 @@ POLICIES = {
     ),
     "priorities": lambda: sj.Sarathi(token_budget=32, max_num_seqs=4, priority_preemption=True),
     "vllm": lambda: sj.VLLM(max_num_seqs=4, max_batched_tokens=96),
-    "orca": lambda: sj.Orca(max_num_seqs=4),
-    "faster_transformer": lambda: sj.FasterTransformer(max_num_seqs=4),
+    "orca": lambda: sj.Orca(max_num_seqs=4, max_batched_tokens=128),
+    "faster_transformer": lambda: sj.FasterTransformer(max_num_seqs=4, max_batched_tokens=128),
     "chunked_only": lambda: sj.ChunkedOnly(token_budget=32, max_num_seqs=4),
     "hybrid_only": lambda: sj.HybridOnly(token_budget=32, max_num_seqs=4),
 }

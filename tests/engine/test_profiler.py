@@ -86,19 +86,19 @@ def test_auto_takes_the_budget_that_the_measured_model_gives(tiny_model, monkeyp
         return replace(flat, shapes=rows, shape_s=tuple(1e-3 * n for n in rows))
 
     monkeypatch.setattr(profiler, "calibrate", proportional)
-    monkeypatch.setattr("sarathi_jax.device.max_token_budget", lambda: 128)
-    auto = sj.Sarathi(token_budget="auto", tbt_slo_s=0.070, max_num_seqs=4)
+    monkeypatch.setattr("sarathi_jax.device.max_token_budget", lambda: 64)
+    auto = sj.Sarathi(token_budget="auto", tbt_slo_s=0.065, max_num_seqs=4)
     engine = Engine(tiny_model, None, scheduler=auto, max_model_len=96, cache=sj.CacheConfig(num_pages=60))
     engine.warm_up(compile_cache=False)
-    assert engine.scheduler.token_budget == 64
+    assert engine.scheduler.token_budget == 48, "64 would leave nothing of the SLO free"
     engine.add_request("a", prompt_token_ids=[1, 2, 3], params=sj.SamplingParams(max_tokens=2))
     for call in (engine.time_model, lambda: engine.set_scheduler(sj.Sarathi(token_budget=16))):
         with pytest.raises(ValueError, match="idle engine; 1 requests have not ended"):
             call()
     while engine.has_unfinished():
         engine.step()
-    with pytest.raises(ValueError, match=r"up to 256 tokens.*128"):
-        engine.set_scheduler(sj.Sarathi(token_budget=256, max_num_seqs=4))
+    with pytest.raises(ValueError, match=r"up to 128 tokens.*64"):
+        engine.set_scheduler(sj.Sarathi(token_budget=128, max_num_seqs=4))
     hopeless = sj.Sarathi(token_budget="auto", tbt_slo_s=0.001, max_num_seqs=4)
     engine = Engine(tiny_model, None, scheduler=hopeless, max_model_len=96, cache=sj.CacheConfig(num_pages=60))
     with pytest.raises(ValueError, match="no token budget holds"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_the_same_plans_step_by_step(engine, name):
     for mine, measured in zip(replayed.requests, report.requests, strict=True):
         for field in ("request_id", "arrival_s", "output_len", "first_scheduled_s", "num_preemptions", "status"):
             assert getattr(mine, field) == getattr(measured, field), field
-        assert mine.token_s == pytest.approx(measured.token_s, abs=0.05), "read when its iteration was"
+        ends = [time for pair in zip(measured.token_s, mine.token_s, strict=True) for time in pair]
+        assert all(a <= b + 1e-6 for a, b in itertools.pairwise(ends)), "read when its iteration was, and no later"
     late = sum(r.sent_s > report.iterations[5].start_s for r in report.requests)
     assert late > 10, "requests must arrive while it runs, or the order is no test"
 
@@ -108,7 +110,7 @@ def test_a_replay_that_does_not_match_says_where(engine):
         RunFailed, match=rf"departs at iteration 9, .* s: measured {chunk.request_id}\[77:80\], planned"
     ):
         simulate(engine, changed, config, items)
-    with pytest.raises(RunFailed, match=r"departs at iteration \d+.* are policy, pool, lookahead and workload"):
+    with pytest.raises(RunFailed, match=r"departs at iteration \d+.* are policy, pool, window, lookahead"):
         simulate(engine, report, sj.Sarathi(token_budget=48, max_num_seqs=4), items)
     short = dataclasses.replace(report, iterations=report.iterations[:-3])
     with pytest.raises(RunFailed, match=r"the measured run had no more, and \d requests are unfinished"):

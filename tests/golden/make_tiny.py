@@ -19,228 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from tiny_models import HAS_SHORT, MODELS, SHAPE, SHARDED, STORED_DTYPE, VOCAB, rope
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PROMPT_LEN = 300
 SHORT_LEN = 80  # with NUM_NEW more it stays within ORIGINAL
 NUM_NEW = 16
-VOCAB = 96
-ORIGINAL = 100  # trained context of the models whose positions depend on the length of the sequence
 MIN_GAP = 0.02  # between the two largest logits wherever a greedy token is stored
 MIN_DISTANCE = 0.05  # of a mistake's logits, over the standard deviation of the right ones
-
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def rope(kind: str = "default", theta: float = 10000.0, **fields) -> dict:
-    """The `rope_parameters` of a configuration."""
-    return {"rope_type": kind, "rope_theta": theta, **fields}
-
-
-def longrope(size: int) -> dict:
-    """Short and long factors for `size` frequencies, far from one and from each other."""
-    short = [1.0 + 0.1 * i for i in range(size)]
-    return rope(
-        "longrope", short_factor=short, long_factor=[2.0 + 1.5 * i for i in range(size)],
-        original_max_position_embeddings=ORIGINAL,
-    )  # fmt: skip
-
-
-# name: (configuration class, seed, what differs from SHAPE; None takes a field away). The models of one seed and shape
-# have the same weights.
-MODELS: dict[str, tuple[str, int, dict]] = {
-    "llama_default": ("LlamaConfig", 10, {"rope_parameters": rope(), "rms_norm_eps": 1e-5}),
-    "llama_tied": (
-        "LlamaConfig",
-        11,
-        {"rope_parameters": rope(theta=500.0), "rms_norm_eps": 1e-2, "tie_word_embeddings": True, "head_dim": 12},
-    ),
-    "llama_linear": ("LlamaConfig", 10, {"rope_parameters": rope("linear", factor=4.0), "rms_norm_eps": 1e-5}),
-    "llama_dynamic": (
-        "LlamaConfig",
-        10,
-        {"rope_parameters": rope("dynamic", factor=2.0), "rms_norm_eps": 1e-5, "max_position_embeddings": ORIGINAL},
-    ),
-    "llama_llama3": ("LlamaConfig", 10, {"rope_parameters": rope("llama3", **LLAMA3), "rms_norm_eps": 1e-5}),
-    "llama_yarn": (
-        "LlamaConfig",
-        10,
-        {"rope_parameters": rope("yarn", **YARN), "rms_norm_eps": 1e-5, "max_position_embeddings": 256},
-    ),
-    "llama_bias": (
-        "LlamaConfig",
-        12,
-        {"rope_parameters": rope(), "rms_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
-    ),
-    "mistral_window": ("MistralConfig", 13, {"rope_parameters": rope(), "rms_norm_eps": 1e-5, "sliding_window": 24}),
-    "qwen2": ("Qwen2Config", 14, {"rope_parameters": rope(theta=1000000.0), "rms_norm_eps": 1e-6, "head_dim": None}),
-    "qwen3": (
-        "Qwen3Config",
-        15,
-        {
-            "rope_parameters": rope(theta=1000000.0),
-            "rms_norm_eps": 1e-2,
-            "head_dim": 32,
-            "intermediate_size": 24,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2_window": (
-        "Qwen2Config",
-        16,
-        {
-            "rope_parameters": rope("yarn", **YARN),
-            "head_dim": None,
-            "num_hidden_layers": 5,
-            "use_sliding_window": True,
-            "sliding_window": 30,
-            "max_window_layers": 2,
-        },
-    ),
-    "mixtral": (
-        "MixtralConfig",
-        17,
-        {
-            "rope_parameters": rope("linear", factor=2.0),
-            "num_hidden_layers": 3,
-            "sliding_window": 40,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        18,
-        {
-            "rope_parameters": rope("yarn", **YARN),
-            "head_dim": 24,
-            "num_hidden_layers": 4,
-            "mlp_only_layers": [1],
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "norm_topk_prob": False,
-        },
-    ),
-    "gemma2": (
-        "Gemma2Config",
-        19,
-        {
-            "rope_parameters": rope("linear", factor=2.0),
-            "num_hidden_layers": 5,
-            "sliding_window": 28,
-            "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 6.0,
-        },
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        20,
-        {
-            "rope_parameters": {
-                "full_attention": rope("linear", theta=1000000.0, factor=8.0),
-                "sliding_attention": rope(theta=100.0),
-            },
-            "num_hidden_layers": 7,
-            "sliding_window": 28,
-            "sliding_window_pattern": 3,
-            "query_pre_attn_scalar": 20,
-        },
-    ),
-    "phi3": (
-        "Phi3Config",
-        21,
-        {
-            "rope_parameters": longrope(6) | {"partial_rotary_factor": 0.75},
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": None,
-            "original_max_position_embeddings": ORIGINAL,
-            "pad_token_id": 0,
-            "sliding_window": 60,
-        },
-    ),
-    "smollm3": (
-        "SmolLM3Config",
-        22,
-        {
-            "rope_parameters": rope("llama3", theta=2000000.0, **LLAMA3),
-            "num_hidden_layers": 5,
-            "head_dim": None,
-            "no_rope_layer_interval": 3,
-            "pad_token_id": 0,
-        },
-    ),
-    "falcon_7b": (
-        "FalconConfig",
-        23,
-        {
-            **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim")),
-            "rope_parameters": rope("linear", factor=2.0),
-            "ffn_hidden_size": 40,
-        },
-    ),
-    "falcon_40b": (
-        "FalconConfig",
-        24,
-        {
-            **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim")),
-            "rope_parameters": rope(theta=500.0),
-            "ffn_hidden_size": 40,
-            "num_attention_heads": 6,
-            "num_kv_heads": 2,
-            "new_decoder_architecture": True,
-            "bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "opt": (
-        "OPTConfig",
-        25,
-        {
-            **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim")),
-            "ffn_dim": 40,
-            "word_embed_proj_dim": 48,
-            "num_hidden_layers": 3,
-            "pad_token_id": 1,
-        },
-    ),
-    "gpt_neox": (
-        "GPTNeoXConfig",
-        26,
-        {
-            **dict.fromkeys(("num_key_value_heads", "head_dim")),
-            "rope_parameters": rope("linear", factor=2.0, partial_rotary_factor=0.5),
-        },
-    ),
-    "gpt_neox_sequential": (
-        "GPTNeoXConfig",
-        27,
-        {
-            **dict.fromkeys(("num_key_value_heads", "head_dim")),
-            "rope_parameters": rope(partial_rotary_factor=0.5),
-            "use_parallel_residual": False,
-            "hidden_act": "gelu_fast",
-        },
-    ),
-}
-STORED_DTYPE = {"falcon_7b": "bfloat16", "falcon_40b": "float16", "mixtral": "bfloat16", "qwen3_moe": "bfloat16"}
-SHARDED = {"gemma2": "60KB"}
-HAS_SHORT = ("llama_dynamic", "phi3")
 
 
 def make_config(name: str, **changes):
@@ -419,6 +205,11 @@ def variants(name: str, model, ids: np.ndarray) -> dict[str, np.ndarray]:
             out["another interval"] = with_config(no_rope_layer_interval=2)
         case "falcon_40b":
             out["one norm"] = without("ln_mlp.weight", value=1.0)
+        case "falcon_11b":
+            out["a norm each"] = with_config(num_ln_in_parallel_attn=2)
+        case "falcon_sequential":
+            out["in parallel"] = with_config(parallel_attn=True)
+            out["one norm"] = without("post_attention_layernorm.weight", value=1.0)
         case "gpt_neox" | "gpt_neox_sequential":
             out["the other residual"] = with_config(use_parallel_residual=not config.use_parallel_residual)
             whole = parameters | {"partial_rotary_factor": 1.0}

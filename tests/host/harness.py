@@ -9,6 +9,7 @@ import itertools
 import random
 import warnings
 from collections import deque
+from typing import NamedTuple
 
 from sarathi_jax import schedulers as policies
 from sarathi_jax.pages import PagePool
@@ -39,9 +40,10 @@ class Engine:
         depth=1,
         watermark=0.01,
         num_stages=1,
+        window=None,
         config=None,
     ):
-        self.pool = PagePool(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size, window)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = config or Sarathi(token_budget=budget, max_num_seqs=max_num_seqs, watermark=watermark)
@@ -66,8 +68,7 @@ class Engine:
             arrival_time_s=float(self.num_steps if arrival is None else arrival),
             priority=priority,
         )
-        room = self.pool.num_pages * self.pool.page_size + 1 if max_tokens is None else prompt_len + max_tokens
-        total = min(self.scheduler.max_model_len, room)
+        total = self.scheduler.max_total_tokens(prompt_len, max_tokens)
         seq = Sequence(request=request, seq_id=seq_id, max_total_tokens=total)
         self.stops[seq] = stop_after
         self.scheduler.add(seq)
@@ -81,7 +82,8 @@ class Engine:
         decodes = [s for s in ready if s.is_decoding]
         oldest = ready[0] if ready and ready[0] is unfinished[0] else None
         before = {s: (s.num_computed, s.num_tokens) for s in [*scheduler.running, *scheduler.waiting]}
-        was_running, was_held = bool(scheduler.running), any(s.page_ids for s in unfinished)
+        behind = lambda s: self.first_seen(s.num_computed) // self.pool.page_size - s.num_released
+        was_running, was_held = bool(scheduler.running), any(s.page_ids[behind(s) :] for s in unfinished)
         plan = scheduler.plan(float(self.num_steps))
         self.num_steps += 1
         self.check(plan, before)
@@ -100,11 +102,17 @@ class Engine:
         num_known = seq.prompt_len + len(seq.output_token_ids)
         num_on_device = self.scheduler.lookahead if chunk.num_tokens == 1 and chunk.start > 0 else 0
         assert chunk.end <= num_known + num_on_device, f"{chunk} holds tokens that nobody knows yet"
+        place = lambda position: (seq.page_ids[position // size - seq.num_released], position % size)
         for position in range(chunk.start, chunk.end):
-            self.kv[seq.page_ids[position // size], position % size] = (seq.seq_id, position)
-        for position in range(chunk.end):
-            tag = self.kv.get((seq.page_ids[position // size], position % size))
+            self.kv[place(position)] = (seq.seq_id, position)
+        for position in range(self.first_seen(chunk.start), chunk.end):
+            assert position // size >= seq.num_released, f"position {position} of {seq} was given away"
+            tag = self.kv.get(place(position))
             assert tag == (seq.seq_id, position), f"position {position} of {seq} reads {tag}"
+
+    def first_seen(self, position):
+        """The oldest key that a query there sees."""
+        return 0 if self.pool.window is None else max(position - self.pool.window + 1, 0)
 
     def read(self, plan):
         for chunk in plan.chunks:
@@ -119,6 +127,11 @@ class Engine:
 
     def abort(self, seq):
         self.scheduler.finish(seq)
+
+    def fail(self):
+        """A step raised: what was planned and not read never was."""
+        self.in_flight.clear()
+        self.scheduler.restart()
 
     def run(self, max_steps=2000):
         plans = []
@@ -145,10 +158,14 @@ class Engine:
             assert c.samples == (c.end == num_tokens), f"{c} of {num_tokens} tokens"
             assert c.sequence.num_tokens <= c.sequence.max_total_tokens
             num_pages = self.pool.num_pages_for(scheduler.max_model_len if scheduler.reserves else c.end)
+            num_pages -= self.first_seen(c.start) // self.pool.page_size
             if getattr(scheduler, "priority_preemption", False):
                 assert len(c.sequence.page_ids) >= num_pages
             else:
-                assert len(c.sequence.page_ids) == num_pages, "pages for exactly these tokens"
+                assert len(c.sequence.page_ids) == num_pages, "pages for exactly these tokens and what they see"
+            if self.pool.window is not None and not scheduler.reserves:
+                most = (self.pool.window + c.num_tokens - 3) // self.pool.page_size + 2  # its keys touch no more
+                assert num_pages <= most, f"{num_pages} pages for {c}, more than {most}"
 
     def check_policy(self, plan, decodes, oldest, was_running, was_held):
         scheduler, planned = self.scheduler, {c.sequence for c in plan.chunks}
@@ -195,16 +212,28 @@ def sizes(plan):
     return [(c.sequence.request.request_id, c.num_tokens) for c in plan.chunks]
 
 
-def soak(seed, make_config=Sarathi):
-    """Random load on a random small engine; how much was preempted, refused, aborted, and one sequence at most.
+class Soaked(NamedTuple):
+    """How much was preempted, refused and aborted, how often one sequence was preempted at most, and how many were
+    served whose tokens the pool could not hold at once."""
+
+    preempted: int
+    refused: int
+    aborted: int
+    most: int
+    longer: int
+
+
+def soak(seed, make_config=Sarathi, *, windows=(None,)):
+    """Random load on a random small engine; with windows a smaller one yet, some of whose steps fail.
 
     `make_config` takes token_budget (of tiles), max_num_seqs and watermark.
     """
     rng = random.Random(seed)
+    window = random.Random(seed).choice(windows)
     modes = [(0, 1, 1), (0, 1, 1), (1, 2, 1), (1, 2, 1), (1, 1, 1), (0, 2, 1), (0, 2, 2), (0, 3, 3)]
     lookahead, depth, num_stages = rng.choice(modes)
     page_size = rng.choice([1, 2, 4, 16])
-    num_pages = rng.randint(3, 14) * max(1, 8 // page_size)
+    num_pages = rng.randint(3, 14) * max(1, (8 if window is None else 4) // page_size)
     tile = rng.choice([1, 2, 8])
     max_model_len = rng.choice([40, 200])
     token_budget, max_num_seqs = tile * rng.randint(1, 6), rng.randint(1, 6)
@@ -224,6 +253,7 @@ def soak(seed, make_config=Sarathi):
         lookahead=lookahead,
         depth=depth,
         num_stages=num_stages,
+        window=window,
     )
     num_refused = num_aborted = work = 0
     alive = []
@@ -246,10 +276,15 @@ def soak(seed, make_config=Sarathi):
             engine.abort(alive.pop(rng.randrange(len(alive))))
             num_aborted += 1
             engine.scheduler.check_integrity()
+        if window is not None and rng.random() < 0.05:
+            engine.fail()
+            engine.scheduler.check_integrity()
         engine.step()
     engine.run(max_steps=40 * work + 100)
     finished = set(engine.finished)
     assert all(s.is_finished for s in alive)
     assert num_aborted + len(finished) >= len(alive)
     assert all(s in finished for s in alive), "ended by neither an abort nor its last token"
-    return len(engine.preempted), num_refused, num_aborted, max((s.num_preemptions for s in alive), default=0)
+    longer = [s for s in finished if s.num_tokens - 1 > num_pages * page_size]
+    most = max((s.num_preemptions for s in alive), default=0)
+    return Soaked(len(engine.preempted), num_refused, num_aborted, most, len(longer))

@@ -41,6 +41,39 @@ def test_a_model_has_as_many_parameters_as_its_checkpoint(name):
     assert model_config(name).num_params == PUBLISHED[name]
 
 
+# What no count shows: rotary base (None: learned positions), context, epsilon of the norms, window.
+DETAILS = {
+    "mistral-7b": (1e4, 32768, 1e-5, 4096),
+    "yi-34b": (5e6, 4096, 1e-5, None),
+    "yi-34b-200k": (1e7, 200000, 1e-5, None),
+    "llama2-7b": (1e4, 4096, 1e-5, None),
+    "llama2-70b": (1e4, 4096, 1e-5, None),
+    "llama3-8b": (5e5, 8192, 1e-5, None),
+    "llama3-70b": (5e5, 8192, 1e-5, None),
+    "codellama-34b": (1e6, 16384, 1e-5, None),
+    "falcon-7b": (1e4, 2048, 1e-5, None),
+    "falcon-40b": (1e4, 2048, 1e-5, None),
+    "falcon-180b": (1e4, 2048, 1e-5, None),
+    "gemma2-9b": (1e4, 8192, 1e-6, 4096),
+    "mixtral-8x7b": (1e6, 32768, 1e-5, None),
+    "opt-13b": (None, 2048, 1e-5, None),
+    "phi3-mini-4k": (1e4, 4096, 1e-5, 2047),
+    "qwen2.5-7b": (1e6, 131072, 1e-6, None),
+    "qwen2.5-32b": (1e6, 131072, 1e-5, None),
+    "qwen3-8b": (1e6, 40960, 1e-6, None),
+    "qwen3-32b": (1e6, 40960, 1e-6, None),
+    "qwen3-30b-a3b": (1e6, 40960, 1e-6, None),
+    "smollm2-135m": (1e5, 8192, 1e-5, None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_count_does_not_show_is_that_of_its_config(name):
+    m = model_config(name)
+    theta = m.rope_theta if m.positions == "rope" else None
+    assert (theta, m.max_position, m.norm_eps, m.sliding_window) == DETAILS[name]
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"),
     [

@@ -78,6 +78,11 @@ def test_the_page_table_is_as_wide_as_the_longest_sequence(max_model_len, pages)
     assert make(max_model_len=max_model_len).max_pages == pages
 
 
+@pytest.mark.parametrize(("window", "pages"), [(None, 4), (50, 7)])
+def test_with_a_window_a_sequence_may_pass_through_more_pages_than_there_are(window, pages):
+    assert make(max_model_len=100, num_pages=4, window=window).max_pages == pages
+
+
 @pytest.mark.parametrize("max_tokens", [0, -5, True, 3.5])
 def test_a_budget_that_is_no_positive_integer_is_refused(max_tokens):
     with pytest.raises(ValueError, match="max_tokens"):

@@ -21,15 +21,16 @@ LOGIT_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Forced:
-    """`token_ids` are given: the first `prompt_len` in chunks of `chunk`, the others one by one, as decodes."""
+    """`token_ids` are given: the first `prompt_len` in chunks of `chunk`, the others in chunks of `step`: decodes."""
 
     token_ids: Seq[int]
     prompt_len: int
     chunk: int
+    step: int = 1
 
     def sizes(self) -> list[int]:
-        whole, rest = divmod(self.prompt_len, self.chunk)
-        return [self.chunk] * whole + [rest] * (rest > 0) + [1] * (len(self.token_ids) - self.prompt_len)
+        cut = lambda n, size: [size] * (n // size) + [n % size] * (n % size > 0)
+        return cut(self.prompt_len, self.chunk) + cut(len(self.token_ids) - self.prompt_len, self.step)
 
 
 class TeacherForcing:
@@ -62,7 +63,7 @@ class TeacherForcing:
         self._run = lambda rows, kv: run(weights, rows, kv)
         self._logits = lambda hidden: logits(weights, hidden)
 
-    def logits(self, sequences: Seq[Forced], positions: Seq[int] | None = None) -> list[np.ndarray]:
+    def logits(self, sequences: Seq[Forced], positions: Seq[Seq[int]] | None = None) -> list[np.ndarray]:
         """f32[positions, V] for each sequence; None is every position."""
         shapes, config = self.shapes, self.model.config
         assert len(sequences) <= shapes.num_slots
@@ -98,7 +99,9 @@ class TeacherForcing:
             x = np.asarray(x)
             for chunk, row in zip(built.chunks, built.first_rows, strict=True):
                 hidden[chunk.sequence.seq_id][chunk.start : chunk.end] = x[row : row + chunk.num_tokens]
-        return [self._head(h if positions is None else h[np.asarray(positions)]) for h in hidden]
+        if positions is not None:
+            hidden = [h[np.asarray(rows)] for h, rows in zip(hidden, positions, strict=True)]
+        return [self._head(h) for h in hidden]
 
     def _head(self, hidden: np.ndarray) -> np.ndarray:
         num_rows = len(hidden)

@@ -178,9 +178,13 @@ def test_a_folder_of_another_kind_is_told_which_kinds_there_are(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_more_layers_than_tensors_are_refused_before_they_are_counted_out(tmp_path):
+def test_more_layers_or_experts_than_tensors_are_refused_before_they_are_counted_out(tmp_path):
     checkpoint = open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=1000))
     with pytest.raises(ValueError, match="the config has 1000 layers and the checkpoint 4 tensors"):
+        load_weights(checkpoint, jnp.dtype(np.float32))
+    many = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 1 << 30}
+    checkpoint = open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=2, **many))
+    with pytest.raises(ValueError, match="the config has 2 layers with 2147483648 experts and"):
         load_weights(checkpoint, jnp.dtype(np.float32))
     with pytest.raises(ValueError, match="num_hidden_layers=100000000 must be from 1 to 1000"):
         open_checkpoint(folder(tmp_path, weights(), num_hidden_layers=10**8))

@@ -56,21 +56,20 @@ def driver(model, teacher_forcing):
     return teacher_forcing(model, row_counts=(16, 128, 512), max_len=2032, page_size=16, num_seqs=8)
 
 
-@pytest.mark.parametrize(("first", "chunk"), [(0, 512), (6, 20)])
-def test_logits_of_the_short_prompts(driver, forced, first, chunk):
-    """Side by side in hybrid steps, whole or in chunks, then the golden continuation token by token."""
-    names = SHORT[first : first + 6]
-    prompts = {name: len(FILE[f"{name}/prompt_ids"]) for name in names}
-    runs = [forced(token_ids=tokens_of(n), prompt_len=p, chunk=min(p, chunk)) for n, p in prompts.items()]
-    for name, logits in zip(names, driver.logits(runs), strict=True):
-        check(name, chunk, logits[FILE[f"{name}/positions"]])
-
-
-@pytest.mark.parametrize("chunk", [512, 127])
-def test_logits_of_the_longest_prompt(driver, forced, chunk):
-    run = forced(token_ids=tokens_of("ledger"), prompt_len=2000, chunk=chunk)
-    (logits,) = driver.logits([run], FILE["ledger/positions"])
-    check("ledger", chunk, logits)
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "in chunks"])
+def test_logits(driver, forced, is_whole):
+    """Side by side in hybrid steps: whole, with their continuation at once; or in chunks that end anywhere in a page,
+    the longest among them in larger ones, and then token by token beside the others' chunks."""
+    names = SHORT[:6] if is_whole else [*SHORT[6:], "ledger"]
+    chunks = {name: 512 if is_whole else 385 if name == "ledger" else 25 for name in names}
+    lengths = {name: len(FILE[f"{name}/prompt_ids"]) for name in names}
+    runs = [
+        forced(token_ids=tokens_of(n), prompt_len=p, chunk=min(p, chunks[n]), step=32 if is_whole else 1)
+        for n, p in lengths.items()
+    ]
+    logits = driver.logits(runs, [FILE[f"{name}/positions"] for name in names])
+    for name, found in zip(names, logits, strict=True):
+        check(name, chunks[name], found)
 
 
 # ------------------------------------------------------------------------------------------------------- the engine
@@ -85,7 +84,7 @@ def make(model, checkpoint):
         engine = Engine(
             model,
             checkpoint.tokenizer(),
-            scheduler=sj.Sarathi(token_budget=budget, max_num_seqs=8),
+            scheduler=sj.Sarathi(token_budget=budget, max_num_seqs=len(SHORT)),
             cache=CacheConfig(num_pages=num_pages),
             max_model_len=384,
             eos_token_ids=checkpoint.eos_token_ids,
@@ -99,18 +98,6 @@ def make(model, checkpoint):
     return make
 
 
-def continue_(engine: Engine, names: list[str], **options) -> dict[str, sj.RequestOutput]:
-    for name in names:
-        params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=2, **options)
-        engine.add_request(name, prompt_token_ids=FILE[f"{name}/prompt_ids"].tolist(), params=params)
-    final = {}
-    while engine.has_unfinished():
-        final.update({o.request_id: o for o in engine.step()})
-        engine.check_integrity()
-    assert engine.pool.num_held == 0
-    return final
-
-
 def check_continuation(name: str, output: sj.RequestOutput) -> None:
     """Equal tokens up to the first one whose lead is within the noise."""
     golden, gap = FILE[f"{name}/continuation"].tolist(), FILE[f"{name}/gap"]
@@ -122,26 +109,16 @@ def check_continuation(name: str, output: sj.RequestOutput) -> None:
             return
 
 
-def test_greedy_continuations_together_and_in_chunks(make):
-    """Eleven prompts beside each other, the longest in chunks; the text is the tokenizer's of the golden ids."""
-    engine = make(128)
-    final = continue_(engine, SHORT)
-    for name in SHORT:
-        check_continuation(name, final[name])
-        if final[name].token_ids == FILE[f"{name}/continuation"].tolist():
-            assert final[name].text == engine.tokenizer.decode(final[name].token_ids)
-    assert sum(final[n].token_ids == FILE[f"{n}/continuation"].tolist() for n in SHORT) >= len(SHORT) - 1
-
-
-def test_continuations_survive_small_chunks_and_preemption(make):
-    names = ["capital", "digits", "unicode", "record", "riddle", "paragraph"]
-    engine = make(32, lookahead=1)
-    taken = engine.pool.allocate(engine.pool.num_pages - 22)  # what is left does not hold them all
+def test_greedy_continuations_together_in_chunks_and_through_preemption(make):
+    """Eleven prompts beside each other, the longest in chunks, in a pool that does not hold them all; the text is the
+    tokenizer's of the golden ids."""
+    engine = make(128, lookahead=1)
+    taken = engine.pool.allocate(engine.pool.num_pages - 64)
     check_integrity = engine.check_integrity
     engine.check_integrity = lambda: None  # the pages taken above belong to no sequence
     final = {}
     try:
-        for name in names:
+        for name in SHORT:
             params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
             engine.add_request(name, prompt_token_ids=FILE[f"{name}/prompt_ids"].tolist(), params=params)
         while engine.has_unfinished():
@@ -150,8 +127,11 @@ def test_continuations_survive_small_chunks_and_preemption(make):
         engine.pool.free(taken)
     check_integrity()
     assert sum(o.metrics.num_preemptions for o in final.values()) > 0, "the pool is not small enough"
-    for name in names:
+    for name in SHORT:
         check_continuation(name, final[name])
+        if final[name].token_ids == FILE[f"{name}/continuation"].tolist():
+            assert final[name].text == engine.tokenizer.decode(final[name].token_ids)
+    assert sum(final[n].token_ids == FILE[f"{n}/continuation"].tolist() for n in SHORT) >= len(SHORT) - 1
 
 
 @pytest.mark.parametrize("name", ["letter", "code", "two_tokens"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -9,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
 
 import sarathi_jax as sj
 from sarathi_jax.config import CacheConfig, ModelConfig
@@ -103,10 +107,21 @@ MESHES = {
 }
 
 
+@pytest.fixture(scope="module")
+def warm(make) -> Callable[[str], sj.Engine | sj.Replicas]:
+    """The engine on a mesh of that name, ready to serve."""
+
+    def warm(name: str):
+        engine = make(MESHES[name])
+        engine.warm_up(compile_cache=False)
+        return engine
+
+    return functools.cache(warm)
+
+
 @pytest.mark.parametrize("name", MESHES)
-def test_the_same_tokens_as_one_device_and_nothing_compiles(make, wanted, name):
-    engine = make(MESHES[name])
-    engine.warm_up(compile_cache=False)
+def test_the_same_tokens_as_one_device_and_nothing_compiles(warm, wanted, name):
+    engine = warm(name)
     num_compiled, events = engine.num_compiled, []
     listen = lambda event, duration_s, **_: events.append(event) if "compile" in event or "trace" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -158,6 +173,53 @@ def test_stages_work_on_different_requests_and_on_chunks_of_one(pipeline, wanted
     assert steps[0].collective_bytes == rows * CONFIG.hidden_size * 4, "one hop, of float32 hidden states"
     for step in steps:
         assert step.stages[0][1] <= step.stages[1][1], "a stage ended before the one it waits for"
+
+
+def test_a_micro_batch_is_sent_off_while_the_one_before_is_in_the_pipeline(warm, monkeypatch):
+    """The last stage of the first micro-batch is held up on its devices until the first stage of the second one has
+    been sent off. Were a dispatch to wait for any stage, neither would go on."""
+    engine = warm("TP2 x PP2")
+    first, last = engine.runner.stages
+    [num_rows] = engine.runner.shapes.num_tokens
+    second_sent, events = threading.Event(), []
+
+    def hold_up() -> np.float32:
+        events.append("went on" if second_sent.wait(60) else "gave up")
+        return np.float32(0)
+
+    @jax.jit  # on two devices: a CPU runs programs of one that call the host in the caller's thread
+    @functools.partial(
+        jax.shard_map, mesh=last.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    def held_up(hidden):
+        return hidden + io_callback(hold_up, jax.ShapeDtypeStruct((), jnp.float32))
+
+    def run_last(rows, batch, hidden):
+        is_held_up = "last stage sent" not in events
+        output = run_stage(rows, batch, held_up(hidden) if is_held_up else hidden)
+        events.append("last stage sent")
+        return output
+
+    def run_first(rows, batch):
+        hidden = run(rows, batch)
+        events.append("first stage sent")
+        if events.count("first stage sent") == 2:
+            second_sent.set()
+        return hidden
+
+    run, run_stage = first._run, last.run_stage
+    monkeypatch.setattr(first, "_run", run_first)
+    monkeypatch.setattr(last, "run_stage", run_last)
+    for i in range(2):
+        params = SamplingParams(temperature=0, max_tokens=1)
+        engine.add_request(f"p{i}", prompt_token_ids=[i + 1] * num_rows, params=params)
+    assert engine.step() == []
+    assert [output.request_id for output in engine.step()] == ["p0"]
+    assert "gave up" not in events
+    assert events[:3] == ["first stage sent", "last stage sent", "first stage sent"]
+    assert events.count("went on") == 2, "once on each device"
+    while engine.has_unfinished():
+        engine.step()
 
 
 def test_pools_of_all_stages_agree_after_a_soak(pipeline, model):
@@ -240,9 +302,9 @@ def test_the_same_tokens_after_a_fault_in_a_pipeline(pipeline, wanted, monkeypat
     same(final, wanted)
 
 
-def test_replicas_share_requests_by_what_is_left_to_run(make):
+def test_replicas_share_requests_by_what_is_left_to_run(warm):
     """The long one keeps a replica busy, the short ones go to the other; an abort finds its replica."""
-    replicas = make(MESHES["DP2"])
+    replicas = warm("DP2")
     add = lambda name, length, most: replicas.add_request(
         name, prompt_token_ids=[1] * length, params=SamplingParams(max_tokens=most)
     )

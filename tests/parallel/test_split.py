@@ -235,6 +235,9 @@ def test_memory_plans_of_published_models():
     assert not one.fits
     assert one.spare_bytes == pytest.approx((0.9 * 79.6 - 128.5 - 1.25) * 2**30, rel=0.05)
     assert "GiB are missing" in str(one)
+    falcon = {device: sj.plan("falcon-180b", device, 8, tensor=8).stages[0] for device in ("h100", "tpu-v5p")}
+    assert falcon["tpu-v5p"].weight_bytes == falcon["h100"].weight_bytes
+    assert falcon["tpu-v5p"].kv_bytes_per_token == 2 * falcon["h100"].kv_bytes_per_token, "heads of 64 stand in 128"
     eight_bit = sj.plan("llama2-70b", "h100", 8, quantization="int8")
     assert eight_bit.stages[0].weight_bytes < 0.52 * fits.stages[0].weight_bytes
     for wrong, message in (
