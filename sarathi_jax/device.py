@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from sarathi_jax.attention import pool_head_size
+from sarathi_jax.attention_cost import key_bytes
 from sarathi_jax.config import CacheConfig, ModelConfig
-from sarathi_jax.memory_plan import TPU_LANES
-from sarathi_jax.shapes import round_up
 
 CPU_MEMORY_FRACTION = 0.1
 ACCELERATOR_MEMORY_FRACTION = 0.85
@@ -89,8 +89,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
     """Bytes of one page, keys and values of all layers."""
-    head_size = round_up(config.head_dim, TPU_LANES) if platform() == "tpu" else config.head_dim
-    return 2 * config.num_layers * config.num_kv_heads * page_size * head_size * jnp.dtype(dtype).itemsize
+    each = key_bytes(config.num_kv_heads, pool_head_size(config.head_dim), jnp.dtype(dtype).itemsize)
+    return config.num_layers * page_size * each
 
 
 def num_pages(

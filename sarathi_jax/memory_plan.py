@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from sarathi_jax.attention_cost import key_bytes
 from sarathi_jax.config import ModelConfig, check_choice, check_instance, check_number, check_positive
 from sarathi_jax.hardware import Device, find_device
 from sarathi_jax.known_models import model_config
@@ -136,13 +137,14 @@ def plan(
         state = state_bytes(part, max_num_seqs)
         activations = _activation_bytes(part, size, max_step_tokens, max_num_seqs)
         local = part.local_config
+        head_size = round_up(local.head_dim, lanes)
         stages.append(
             StageMemory(
                 layers=layers,
                 weight_bytes=weights,
                 state_bytes=state,
                 activation_bytes=activations,
-                kv_bytes_per_token=2 * local.num_layers * local.num_kv_heads * round_up(local.head_dim, lanes) * size,
+                kv_bytes_per_token=local.num_layers * key_bytes(local.num_kv_heads, head_size, size),
                 room_bytes=usable - weights - state - activations,
             )
         )
