@@ -63,10 +63,10 @@ def main(_) -> None:
     model = profiler.fit(engine.runner, to_fit, held_out, max_tokens=largest)
     print(f"{len(to_fit)} iterations fitted; {len(held_out)} held out: median error {model.median_error:.1%}")
     tile = device.tile()
-    chosen = budget.choose_budget(
-        model, tbt_slo_s=_SLO.value, max_num_seqs=_MAX_NUM_SEQS.value, context=_CONTEXT.value, tile=tile
-    )
-    print(f"token budget {chosen}: the largest multiple of {tile} that holds {1e3 * _SLO.value:.0f} ms, less 10 %")
+    num_seqs, context = _MAX_NUM_SEQS.value, _CONTEXT.value
+    chosen = budget.choose_budget(model, tbt_slo_s=_SLO.value, max_num_seqs=num_seqs, context=context, tile=tile)
+    predicted_s = model([context] * num_seqs, [(context, chosen - num_seqs)])
+    print(f"token budget {chosen}, tiles of {tile}: {1e3 * predicted_s:.0f} of {1e3 * _SLO.value:.0f} ms predicted")
     out = Path(_OUT.value)
     draw(out, model, to_fit + held_out, chosen, tile)
     model.save(out.with_suffix(".json"))

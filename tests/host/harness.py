@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sarathi_jax import schedulers as policies
 from sarathi_jax.pages import PagePool
 from sarathi_jax.request import Request, SamplingParams, Sequence
-from sarathi_jax.schedulers import Sarathi
+from sarathi_jax.schedulers import Sarathi, SarathiScheduler, arrival_order
 
 WHOLE = (
     policies.VLLMScheduler,
@@ -288,3 +288,18 @@ def soak(seed, make_config=Sarathi, *, windows=(None,)):
     longer = [s for s in finished if s.num_tokens - 1 > num_pages * page_size]
     most = max((s.num_preemptions for s in alive), default=0)
     return Soaked(len(engine.preempted), num_refused, num_aborted, most, len(longer))
+
+
+class ShortestFirstScheduler(SarathiScheduler):
+    def order(self, seq):
+        return (seq.prompt_len, *arrival_order(seq))
+
+
+class ShortestFirst(Sarathi):
+    scheduler_class = ShortestFirstScheduler
+
+
+def toy_cost(decodes, chunks):
+    """Milliseconds: 1 a decode, 0.01 a token decodes attend to, 1 a prompt token, 0.02 a token that it attends to."""
+    prompts = sum(n * (1 + 0.02 * (start + n / 2)) for start, n in chunks)
+    return 1e-3 * (len(decodes) + 0.01 * sum(decodes) + prompts)
