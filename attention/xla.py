@@ -41,7 +41,7 @@ def _dot_last(query: jax.Array, keys: jax.Array) -> jax.Array:
 def _dot_keys(weights: jax.Array, values: jax.Array) -> jax.Array:
     """f32[..., K, M, N] x [..., K, N, D] -> f32[..., K, M, D]."""
     if weights.shape[-2] <= FUSED_ROWS:
-        return jnp.sum(weights[..., None] * values[..., None, :, :].astype(jnp.float32), axis=-2)
+        return jnp.sum(weights[..., None] * values[..., None, :, :], axis=-2)
     weights = weights.astype(values.dtype)
     return jnp.einsum("...kmn,...knd->...kmd", weights, values, preferred_element_type=jnp.float32)
 
@@ -86,6 +86,8 @@ def ragged_paged_attention(
             return x.reshape(*x.shape[:-3], -1, dim)  # [..., K, N * B, D]
 
         keys, values = flat(k_pages[page_ids]), flat(v_pages[page_ids])
+        if query.shape[-2] <= FUSED_ROWS:
+            values = values.astype(jnp.float32)  # before they are written: a CPU's narrow stores are slower
         scores = _dot_last(query, keys)
         if not folded:
             scores *= scale
