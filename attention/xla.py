@@ -33,8 +33,7 @@ costs more than it saves, and the gathered block is never written (measured on a
 def _dot_last(query: jax.Array, keys: jax.Array) -> jax.Array:
     """[..., K, M, D] x [..., K, N, D] -> f32[..., K, M, N]."""
     if query.shape[-2] <= FUSED_ROWS:
-        products = query[..., :, None, :].astype(jnp.float32) * keys[..., None, :, :].astype(jnp.float32)
-        return jnp.sum(products, axis=-1)
+        return jnp.sum(query[..., :, None, :] * keys[..., None, :, :], axis=-1)
     return jnp.einsum("...kmd,...knd->...kmn", query, keys, preferred_element_type=jnp.float32)
 
 
@@ -86,8 +85,8 @@ def ragged_paged_attention(
             return x.reshape(*x.shape[:-3], -1, dim)  # [..., K, N * B, D]
 
         keys, values = flat(k_pages[page_ids]), flat(v_pages[page_ids])
-        if query.shape[-2] <= FUSED_ROWS:
-            values = values.astype(jnp.float32)  # before they are written: a CPU's narrow stores are slower
+        if query.shape[-2] <= FUSED_ROWS:  # widened before they are written: a CPU's narrow stores are slower
+            query, keys, values = (x.astype(jnp.float32) for x in (query, keys, values))
         scores = _dot_last(query, keys)
         if not folded:
             scores *= scale
